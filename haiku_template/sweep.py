@@ -6,8 +6,9 @@
 One process imports JAX once and makes run after run; with `--parallel=N` so many
 processes make one each, and share what --device lists (gpu:0,1,2,3). The same command
 resumes: runs that are done are passed by. A run that ends early, such as one that does
-not fit the memory, is said, and the next one begins. At the end comes the table of `python -m haiku_template.runs`. Exit
-codes: 0 all are done, or ended by `config.max_minutes`, else as of `train`.
+not fit the memory, is said, and the next one begins. At the end comes the table of
+`python -m haiku_template.runs`. Exit codes: 0 all are done, or ended by
+`config.max_minutes`, else as of `train`.
 """
 
 if __name__ == "__main__":  # Before imports, which take a second.

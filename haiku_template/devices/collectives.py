@@ -89,4 +89,5 @@ def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., An
     if axis_name is None:
         return fn
     # Averages are the identity. Why: docs/decisions/devices.md#init-axis
-    return jax.vmap(fn, in_axes=None, out_axes=None, axis_name=axis_name, axis_size=1)
+    mapped = jax.vmap(fn, in_axes=None, axis_name=axis_name, axis_size=1)
+    return lambda *args: jax.tree.map(lambda x: x[0], mapped(*args))

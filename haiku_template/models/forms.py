@@ -65,15 +65,24 @@ def with_state(model: Any) -> hk.TransformedWithState:
     if isinstance(model, PerExample):
         return model
     stateless = isinstance(model, hk.Transformed)
+    if isinstance(model, hk.MultiTransformed | hk.MultiTransformedWithState):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, which has several functions; "
+            "possible is one of them, hk.Transformed(model.init, "
+            "lambda params, rng, x: model.apply[0](params, rng, x))"
+        )
     if not stateless and not isinstance(model, hk.TransformedWithState):
         raise ConfigError(
             f"the model is a {type(model).__name__}; it must be what hk.transform or "
             f"hk.transform_with_state makes of {FORWARDS}"
         )
-    of_init = inspect.signature(model.init).parameters
-    of_apply = inspect.signature(model.apply).parameters  # With params, and state.
-    takes_rng = len(of_apply) - len(of_init) == (1 if stateless else 2)
-    arguments = _forward_arguments(list(of_init.values())[1:])
+    functions, place = (model.init, model.apply), 1 if stateless else 2
+    of_init, of_apply = ([*inspect.signature(f).parameters.values()] for f in functions)
+    takes_rng = len(of_apply) - len(of_init) == place  # Behind params, and state.
+    forward = of_init[1:]
+    if all(x.kind not in BY_PLACE for x in forward) and of_apply[place + 1 :]:
+        takes_rng, forward = True, of_apply[place + 1 :]  # A user's: it has the names.
+    arguments = _forward_arguments(forward)
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
         args, kwargs = arguments(inputs, is_training)

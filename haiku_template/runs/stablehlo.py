@@ -86,7 +86,8 @@ def _check_draws_nothing(
     if dependents(functools.partial(program, inputs), key, None)[1]:
         raise ConfigError(
             "the model cannot be exported: its outputs depend on a PRNG key in "
-            "evaluation, too; let it draw random numbers only if is_training"
+            "evaluation, too; let it draw random numbers only if is_training, or take "
+            "--format=safetensors, its parameters alone"
         )
 
 

@@ -227,8 +227,9 @@ def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any
         example = ordered(policy.cast_to_param(example), example)
         params, net_state = recipe.model.init(rng, example, True)
     except Exception as error:
-        kind = "whole batches" if inputs is batch else "inputs alone, of"
-        error.add_note(f"The model was given {kind}: {names}.{_of_bytes(example)}")
+        part = "all" if inputs is batch else "inputs alone"
+        note = f"Of a batch of {names} the model was given {part}."
+        error.add_note(note + _of_bytes(example))
         raise
     return {"params": params, "net_state": net_state}
 
@@ -251,7 +252,24 @@ def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Trace
             if (of_batch := trace(size))[2]:
                 return of_batch
         raise
+    if not one[2] and (name := _state_of_rows(one[1], lambda: trace(2)[1])):
+        raise ConfigError(
+            f"the model's network state {name} has a row for each example, and one "
+            "state is for batches of any size; a state that is carried from batch to "
+            "batch is of a train step of your own: docs/extend.md"
+        )
     return trace(size) if one[2] else one
+
+
+def _state_of_rows(shapes: Any, of_two: Callable[[], Any]) -> str:
+    """Path of network state that has a row for each example; "" if there is none."""
+    leaves = flatten(shapes["net_state"])
+    rows = [k for k, x in leaves.items() if x.shape[:1] == (1,)]
+    # Norms' are [1, ..., C]: another trace takes time.
+    if all(f"{k.rpartition('/')[0]}/average" in leaves for k in rows):
+        return ""
+    two = flatten(of_two()["net_state"])
+    return next((k for k in rows if two[k].shape[:1] == (2,)), "")
 
 
 def dependents(

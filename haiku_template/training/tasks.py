@@ -27,6 +27,8 @@ LABELS = ("classes", "numbers", "tokens", "any")
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
 # What one array of a batch would be called, and not a dictionary of several.
+# Names whose values a task is not given.
+NO_FACTS = ("net_state", "state", "opt_state", "train", "training")
 OF_A_BATCH = ("labels", "label", "targets", "target", "y", "y_true")
 NUMBERS = jax.Array | np.ndarray | np.generic | int | float
 # Scalars beside a task's.
@@ -117,7 +119,7 @@ def facts_of(function: Callable[..., Any], keys: Iterable[str] = ()) -> dict[str
         if p.name not in FACTS and p.default is p.empty
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if len(unnamed) > len(free):
+    if len(unnamed) > len(free) or not {*unnamed}.isdisjoint(NO_FACTS):
         raise ConfigError(
             f"the task takes {', '.join(unnamed)}; possible are {', '.join(FACTS)}, "
             "and names of your own for the outputs and the batch alone"

@@ -236,6 +236,10 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
             "returns Task; .* or the Task be named itself: module:TASK",
         ),
         (lambda a, b, c: {}, "the task takes a, b, c; possible are outputs, batch"),
+        (
+            lambda params, net_state, batch: {"loss": batch["inputs"].mean(-1)},
+            "the task takes net_state; possible are outputs, batch",
+        ),
     ],
 )
 def test_a_task_that_does_not_fit_is_refused_before_step_0(

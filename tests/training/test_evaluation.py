@@ -25,6 +25,25 @@ def example(size, batch_size):
     return Data(train, EvaluationSet(inputs, labels, batch_size), 3)
 
 
+def test_a_model_that_knows_its_device_is_evaluated(tmp_path, devices):
+    """As losses are whose negatives are of all devices."""
+    axis = devices.axis_name
+
+    def forward(x):
+        place = 0 if axis is None else jax.lax.axis_index(axis)
+        return hk.Linear(3)(x) + jnp.float32(place)
+
+    data = example(24, 8)
+    trainer = Experiment(
+        model=hk.transform(forward),
+        task=classification,
+        data=data,
+        optimizer=optax.sgd(0.1),
+    ).trainer(devices)
+    result = train(trainer, num_steps=2, workdir=tmp_path)
+    assert np.isfinite(result.metrics["eval/loss"])
+
+
 @pytest.mark.slow(but="31-7")
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 @pytest.mark.parametrize(("size", "batch_size"), [(97, 32), (5, 64), (64, 32), (31, 7)])

@@ -112,6 +112,40 @@ def test_other_forms_are_refused_with_those_that_are_possible(forward, words):
         with_state(hk.transform(forward))
 
 
+def several():
+    layer = hk.Linear(2)
+    return layer, (layer, lambda x: -layer(x))
+
+
+SEVERAL = hk.multi_transform(several)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [SEVERAL.init, lambda rng, x: SEVERAL.init(rng, x), lambda *x: SEVERAL.init(*x)],
+)
+def test_a_model_made_by_hand_takes_what_its_apply_names(init):
+    """Its init may name nothing: the inputs were its key, and a flag the inputs."""
+    apply = lambda params, rng, x: SEVERAL.apply[1](params, rng, x)  # noqa: E731
+    model = with_state(hk.Transformed(init, apply))
+    params, state = model.init(jax.random.key(0), INPUTS, True)
+    outputs, _ = model.apply(params, state, None, INPUTS, True)
+    expected = SEVERAL.apply[0](params, None, INPUTS)
+    np.testing.assert_array_equal(outputs, -expected)
+    kept = hk.TransformedWithState(
+        lambda *x: (init(*x), {}),
+        lambda params, state, rng, x: (apply(params, rng, x), state),
+    )
+    outputs, _ = with_state(kept).apply(params, state, None, INPUTS, True)
+    np.testing.assert_array_equal(outputs, -expected)
+
+
+@pytest.mark.parametrize("make", [hk.multi_transform, hk.multi_transform_with_state])
+def test_a_model_of_several_functions_is_told_how_to_be_one(make):
+    with pytest.raises(ConfigError, match=r"has several functions; possible is one"):
+        with_state(make(several))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -230,10 +230,16 @@ def test_a_model_that_fails_with_a_whole_batch_is_told_that_it_got_one(one_devic
         experiment(lambda x: hk.Flatten()(x), tree={"image": X, "kind": Y}).trainer(
             one_device
         )
-    assert "given whole batches: image, kind" in caught.value.__notes__[0]
+    assert (
+        "Of a batch of image, kind the model was given all."
+        in caught.value.__notes__[0]
+    )
     with pytest.raises(ValueError, match="to unpack") as caught:
         experiment(whole, tree={"inputs": X, "labels": Y}).trainer(one_device)
-    assert "given inputs alone, of: inputs, labels" in caught.value.__notes__[0]
+    assert (
+        "of inputs, labels the model was given inputs alone."
+        in caught.value.__notes__[0]
+    )
 
 
 PARTS = {"inputs": X, "targets": Y}
@@ -253,9 +259,12 @@ def test_a_part_of_a_batch_may_be_named_inputs(devices):
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"inputs": X}, "inputs alone, of: inputs"),
-        ({"inputs": X, "labels": Y, "mask": Y}, "inputs alone, of: inputs, labels"),
-        ({"inputs": X, "mask": Y}, "whole batches: inputs, mask"),
+        ({"inputs": X}, "of inputs the model was given inputs alone."),
+        (
+            {"inputs": X, "labels": Y, "mask": Y},
+            "of inputs, labels, mask the model was given inputs alone.",
+        ),
+        ({"inputs": X, "mask": Y}, "of inputs, mask the model was given all."),
     ],
 )
 def test_what_a_model_with_its_own_loss_gets_is_said(one_device, tree, words):
