@@ -45,6 +45,7 @@ LOOP_KEYS += ("save_minutes", "mirror")
 # schedule that ends with the last step. Why: docs/decisions/training.md#may-change
 MAY_CHANGE = {*LOOP_KEYS, "writers", "early_stop", "compat", "sharding", "data.workers"}
 MAY_CHANGE |= {"hooks", "num_epochs", "eval_batches", "max_minutes"}
+MAY_CHANGE |= {"optimizer.shard_moments"}  # A rule of `sharding`.
 MAY_CHANGE -= {"best_metric", "best_mode"}
 REPLAYED = re.compile(r"first:[1-9]\d{0,8}(,every:[1-9]\d{0,8})?|every:[1-9]\d{0,8}")
 TYPES = {int: "a whole number", float: "a number", str: "text", tuple: "a tuple"}
@@ -173,12 +174,12 @@ def _default_finetuning() -> config_dict.ConfigDict:
 
 def _default_optimizer() -> config_dict.ConfigDict:
     optimizer = config_dict.ConfigDict()
-    optimizer.name = "adamw"  # Or sgd, lion, adafactor, muon: any of optax's.
+    optimizer.name = "adamw"  # Or sgd, lion, adafactor, muon: most of optax's.
     optimizer.learning_rate = 1e-3  # The highest value of the schedule.
     optimizer.schedule = "cosine"  # After the warm-up; or linear, constant, wsd.
     optimizer.warmup_steps = 0  # Linear, from 0.
     optimizer.final_fraction = 0.0  # Of learning_rate, at the end; not of constant.
-    optimizer.weight_decay = 0.0  # For leaves of two or more dimensions.
+    optimizer.weight_decay = 0.0  # Of matrices, not of norms and biases.
     optimizer.clip_norm = config_dict.placeholder(float)  # Global norm.
     optimizer.b1 = config_dict.placeholder(float)  # adamw, lion.
     optimizer.b2 = config_dict.placeholder(float)  # adamw, lion.

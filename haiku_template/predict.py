@@ -3,13 +3,13 @@
     python -m haiku_template.predict --workdir=runs/digits --inputs=new.npy \\
         [--checkpoint=best] [--output=digits.npz]
 
-`--inputs` are .npy, .npz or .csv files, a folder of pictures, .jsonl, .csv or .parquet
-of a data set of texts, or MODULE:FUNCTION, which returns arrays; by default the run's
-evaluation set, each example once. Prints a JSON object for each: class and probability,
-or the outputs. `--output` writes them instead: `.npz` holds arrays `outputs`, `labels`
-and `class`, one row an example; `.jsonl` an object on each line. Nothing is
-overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not available,
-74 the checkpoint or the file cannot be read or written.
+`--inputs` are .npy or .npz files, .csv, .jsonl or .parquet tables of numbers or of
+texts, a folder of pictures, or MODULE:FUNCTION, which returns arrays; by default the
+run's evaluation set, each example once. Prints a JSON object for each: class and
+probability, or the outputs. `--output` writes them instead: `.npz` holds arrays
+`outputs`, `labels` and `class`, one row an example; `.jsonl` an object on each line.
+Nothing is overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not
+available, 74 the checkpoint or the file cannot be read or written.
 """
 
 if __name__ == "__main__":  # Before imports, which take a second.

@@ -71,6 +71,13 @@ def expected(workdir):
     return np.asarray(jax.jit(model)(variables, NEW))
 
 
+def test_a_run_is_opened_at_a_step_by_its_number(workdir, one_device):
+    """It was an error of attributes, later."""
+    for which in (2, "2"):
+        with pytest.raises(ConfigError, match="--checkpoint=2 is not in"):
+            Run.open(workdir, one_device, which).predict(NEW)
+
+
 def test_predictions_do_not_depend_on_devices_or_batches(workdir, devices, expected):
     run = Run.open(workdir, devices)
     np.testing.assert_allclose(run.predict(NEW), expected, atol=1e-6)

@@ -169,13 +169,18 @@ class Display:
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
-def first_lines(trainer: Any, state: Any, report: Any, start: int) -> list[Any]:
+def first_lines(
+    trainer: Any, state: Any, report: Any, start: int, has_hooks: bool = False
+) -> list[Any]:
     """Lines shown before step 0: devices, parameters, batch for each device."""
     devices, feed = trainer.devices, trainer.feed
     resumed = f", resumed at step {start}" if start else ""
     from_batch = () if start else trainer.initializer.from_batch
     share = feed.batch_size // devices.num_devices
-    calls = f", {feed.steps_per_call} steps a call" if feed.steps_per_call > 1 else ""
+    calls = ""
+    if feed.steps_per_call > 1:
+        of_hooks = ", 1 step a call for its hooks"
+        calls = of_hooks if has_hooks else f", {feed.steps_per_call} steps a call"
     if size := getattr(trainer.experiment.data.train, "num_examples", None):
         epochs = report.num_steps * feed.batch_size / size
         calls += f"; {report.num_steps:,} steps = {epochs:,.4g} epochs"

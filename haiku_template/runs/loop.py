@@ -142,7 +142,8 @@ def train(
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
         trainer = resumed(trainer, directory, config) if start else trainer
         checkpoints.check_room(state.saved(), start, num_steps, save_every)
-        report.print(*first_lines(trainer, state, report, start), budget.summary())
+        lines = first_lines(trainer, state, report, start, bool(hooks))
+        report.print(*lines, budget.summary())
         trainer.compile()
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)

@@ -52,7 +52,7 @@ class Run:  # Why: docs/decisions/house.md#run
         cls,
         workdir: str | Path,
         devices: DeviceManager | None = None,
-        which: str = "latest",
+        which: str | int = "latest",
         experiment: Experiment | Callable[[DeviceManager], Experiment] | None = None,
         trust: Sequence[str] = (),
     ) -> "Run":
@@ -69,7 +69,7 @@ class Run:  # Why: docs/decisions/house.md#run
                 compat.install()  # Before anything of the config's is imported.
             check_code(config, trust)
         devices = DeviceManager.create() if devices is None else devices
-        return cls(workdir, config, devices, which, experiment)
+        return cls(workdir, config, devices, str(which), experiment)
 
     @functools.cached_property
     def trainer(self) -> Trainer:

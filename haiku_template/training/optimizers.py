@@ -107,7 +107,8 @@ def make_optimizer(
     Raises `ConfigError` for another name, or a key that this optimizer does not take.
     """
     del shard_moments  # A rule of the layout.
-    function = resolve("optimizer", name, _optimizers())
+    is_known = name in _optimizers() or ":" in str(name)
+    function = resolve("optimizer", name, _optimizers() if is_known else _usable())
     parameters = inspect.signature(function).parameters
     keys = {key: value for key, value in kwargs.items() if value is not None}
     if odd := [key for key in keys if key not in parameters]:
@@ -176,9 +177,9 @@ def _all_decay(name: str, weight_decay: float) -> dict[str, float]:
 
 
 @functools.cache
-def _usable() -> list[str]:
-    schedule = optax.constant_schedule(1.0)
-    return [name for name in _optimizers() if not _obstacle(name, schedule, {})]
+def _usable() -> dict[str, Callable[..., Any]]:
+    schedule, every = optax.constant_schedule(1.0), _optimizers()
+    return {k: every[k] for k in every if not _obstacle(k, schedule, {})}
 
 
 def _obstacle(name: str, schedule: Schedule, keys: dict[str, Any]) -> str:

@@ -121,9 +121,11 @@ def test_a_run_with_moments_in_the_hosts_memory_is_bitwise_the_same(
     assert check_budget(trainer).opt_state < 100
 
 
-def test_shard_moments_is_a_name_for_its_rule():
+def test_shard_moments_is_a_name_for_its_rule(tmp_path):
     named = build(4, (), shard_moments=True)
     assert named.layout == build(4).layout
+    train(named, num_steps=1, workdir=tmp_path)  # Resumes in another, too.
+    assert train(build(2, ()), num_steps=2, workdir=tmp_path).metrics
 
 
 @pytest.mark.slow

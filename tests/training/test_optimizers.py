@@ -188,6 +188,9 @@ def test_each_name_of_optax_makes_a_step_or_is_refused_in_a_sentence():
         possible = words.partition("possible are ")[2].split(", ")
         assert f"name={name!r}" in words and "adamw" in possible
         assert not UNFIT & {*possible}
+    with pytest.raises(ConfigError, match="'polyak_sgd' is not known") as caught:
+        make_optimizer("polyak_sgd", schedule)
+    assert not UNFIT & {*re.findall(r"\w+", str(caught.value))}
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 2])

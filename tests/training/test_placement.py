@@ -53,6 +53,20 @@ def test_the_first_lines_say_what_inputs_pass_through(one_device, where):
     assert "inputs" not in changed(trainer, data=plain, model=CASTS).feed.placement
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_step_takes_batches_of_the_trainer_and_of_shard(one_device, where):
+    """The latter where the data are not staged; it was an error of arguments."""
+    trainer = placed(made(one_device), where)
+    with trainer.batches(0, 1) as batches:
+        state, _ = trainer.step(trainer.init(), next(iter(batches)))
+    batch = one_device.shard(trainer.experiment.data.train.batch(1))
+    if where == "host":
+        assert trainer.step(state, batch)[0].step == 2
+        return
+    with pytest.raises(ConfigError, match="staged, and a step takes .*batches"):
+        trainer.step(state, batch)
+
+
 def losses(workdir):
     rows = read(workdir / "metrics.jsonl")
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
