@@ -1,7 +1,7 @@
 """Reporting: terminal, plots, throughput and profile of a run."""
 
-from haiku_template.reporting.display import first_lines
+from haiku_template.reporting.display import preamble
 from haiku_template.reporting.perf import Work
 from haiku_template.reporting.report import Report, Writer
 
-__all__ = ["Report", "Work", "Writer", "first_lines"]
+__all__ = ["Report", "Work", "Writer", "preamble"]

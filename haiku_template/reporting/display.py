@@ -169,8 +169,8 @@ class Display:
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
-def first_lines(
-    trainer: Any, state: Any, report: Any, start: int, has_hooks: bool = False
+def preamble(
+    trainer: Any, state: Any, report: Any, start: int, hooks: Sequence[Any]
 ) -> list[Any]:
     """Lines shown before step 0: devices, parameters, batch for each device."""
     devices, feed = trainer.devices, trainer.feed
@@ -179,8 +179,8 @@ def first_lines(
     share = feed.batch_size // devices.num_devices
     calls = ""
     if feed.steps_per_call > 1:
-        of_hooks = ", 1 step a call for its hooks"
-        calls = of_hooks if has_hooks else f", {feed.steps_per_call} steps a call"
+        number = "1 step" if hooks else f"{feed.steps_per_call} steps"
+        calls = f", {number} a call" + " for its hooks" * bool(hooks)
     if size := getattr(trainer.experiment.data.train, "num_examples", None):
         epochs = report.num_steps * feed.batch_size / size
         calls += f"; {report.num_steps:,} steps = {epochs:,.4g} epochs"

@@ -14,7 +14,7 @@ from haiku_template.preflight import (
     check_some,
     settle,
 )
-from haiku_template.reporting import Report, Writer, first_lines
+from haiku_template.reporting import Report, Writer, preamble
 from haiku_template.runs.guards import Guards
 from haiku_template.runs.resume import (
     brought_back,
@@ -142,8 +142,7 @@ def train(
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)
         trainer = resumed(trainer, directory, config) if start else trainer
         checkpoints.check_room(state.saved(), start, num_steps, save_every)
-        lines = first_lines(trainer, state, report, start, bool(hooks))
-        report.print(*lines, budget.summary())
+        report.print(*preamble(trainer, state, report, start, hooks), budget.summary())
         trainer.compile()
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
