@@ -293,6 +293,8 @@ def report(fuzzed: Fuzzed, folder: Path) -> None:
 def watched(name: str, seconds: float, folder: Path) -> tuple[Counter, dict[str, str]]:
     """Fuzzes a reader in processes of its own, another one where one ends."""
     begun, ends = time.monotonic(), {}
+    for path in folder.glob("counts-*.json"):  # Of an earlier run.
+        path.unlink()
     while (remaining := int(seconds - (time.monotonic() - begun))) > 0:
         shutil.rmtree(folder / "files", ignore_errors=True)
         command = [sys.executable, "-m", "benchmarks.fuzz", f"--work={name}"]
@@ -366,6 +368,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return work(options.work, options.seconds, options.folder)
     names = options.readers.split(",")
+    if absent := [name for name in names if name not in READERS]:
+        possible = f"possible are {', '.join(READERS)}"
+        parser.error(f"--readers={options.readers} names {absent[0]!r}; {possible}")
     whole = fuzz(names, 60 * options.minutes, options.parallel, options.findings)
     sys.exit(0 if whole else 1)
 

@@ -19,13 +19,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from benchmarks.rounds import versions
 from haiku_template.devices.selection import why_no_gpu
+from haiku_template.storage.workdir import write_atomically
 from jax_doctor import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,29 +179,25 @@ def run(command: Command, folder: Path, device: str, seconds: float) -> dict[str
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {command.xla_flags}".strip(),
     }
     flags = command.flags
-    if command.module != "doctor":
+    if command.module == "doctor":  # It takes no such flags.
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    else:
         flags += (f"--device={device}", "--gpu_preallocate=false")
     arguments = [command.module, *flags]
     rows = folder / "runs" / command.name / "metrics.jsonl"
     begun = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    if command.stop_at:
-        while process.poll() is None and _step(rows) < command.stop_at:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, errors = process.communicate()
-        errors += f"\nkilled after {seconds:.0f} s"
+    # Files, not pipes: a child waits where nobody reads a full pipe.
+    with _text_file() as stdout, _text_file() as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+        )
+        killed = _wait(process, rows, command.stop_at, begun + seconds)
+        output, errors = (file.seek(0) or file.read() for file in (stdout, stderr))
+    errors += f"\nkilled after {seconds:.0f} s" * killed
     lines = errors.strip().splitlines()
     peaks = [line.removeprefix(PEAK) for line in lines if line.startswith(PEAK)]
     lines = [line for line in lines if not line.startswith(PEAK)]
@@ -213,6 +211,25 @@ def run(command: Command, folder: Path, device: str, seconds: float) -> dict[str
         "errors": "\n".join(lines)[-3000:],
     }
     return found | _metrics(rows)
+
+
+def _text_file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", errors="replace")
+
+
+def _wait(
+    process: subprocess.Popen, rows: Path, stop_at: int | None, until: float
+) -> bool:
+    """Waits for a process, and stops it at a step; True if it had to be killed."""
+    while process.poll() is None and time.monotonic() < until:
+        if stop_at and _step(rows) >= stop_at:
+            process.send_signal(signal.SIGTERM)
+            stop_at = None
+        time.sleep(0.05)
+    killed = process.poll() is None
+    process.kill()
+    process.wait()
+    return killed
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -254,7 +271,9 @@ def main() -> int:
     if flags.device == "gpu" and not Machine.here().has_card():
         print(f"{why_no_gpu()}\nNothing was measured, and nothing was written.")
         return 0
-    until, results = time.monotonic() + flags.seconds, {}
+    # Before anything is measured, which no failure of these can then lose.
+    about = {"date": today, "device": _device(), "versions": versions()}
+    until, results, lock = time.monotonic() + flags.seconds, {}, threading.Lock()
     with tempfile.TemporaryDirectory() as name:
         folder = flags.folder or Path(name)
         _prepare(folder)
@@ -262,17 +281,12 @@ def main() -> int:
         def one(command: Command) -> None:
             left = max(until - time.monotonic(), 1)
             found = run(command, folder, flags.device, min(left, 150))
-            label = command.name
-            label += " again" * (label in results)
-            results[label] = found
-            _show(label, found)
-            report = {
-                "date": today,
-                "device": _device(),
-                "versions": versions(),
-                "commands": results,
-            }
-            flags.output.write_text(json.dumps(report, indent=1) + "\n")
+            with lock:
+                label = command.name + " again" * (command.name in results)
+                results[label] = found
+                _show(label, found)
+                text = json.dumps(about | {"commands": results}, indent=1)
+                write_atomically(flags.output, text + "\n")
 
         for command in timed(flags.quick):
             one(command)
@@ -296,9 +310,9 @@ def _prepare(folder: Path) -> None:
 def _device() -> str:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.check_output(command, text=True).strip()
-    except OSError:
-        return "no GPU"
+        return subprocess.check_output(command, text=True, timeout=20).strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def _show(name: str, found: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -154,14 +155,21 @@ def report(
 
 
 def _machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((x for x in lines if x.startswith("model name")), platform.machine())
-    return f"{os.cpu_count()} x {model.partition(':')[2].strip()}"
+    return f"{os.cpu_count()} x {processor(Path('/proc/cpuinfo').read_text())}"
+
+
+def processor(cpuinfo: str) -> str:
+    """Model of the processor; its architecture where no model is told, as on ARM."""
+    match = re.search(r"^model name\s*: *(.+)", cpuinfo, re.M)
+    return match[1].strip() if match else platform.machine()
 
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.check_output(command, text=True).strip()
+    try:
+        return subprocess.check_output(command, text=True, timeout=20).strip()
+    except (OSError, subprocess.SubprocessError):  # What was measured is not lost.
+        return "unknown"
 
 
 def _draw(path: Path, rows: dict[str, Any], base: str, about: dict[str, Any]) -> None:

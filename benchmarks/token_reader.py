@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from benchmarks.rounds import processor
 from haiku_text.data.files import TokenWriter, open_tokens
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -244,8 +245,7 @@ def place(path: Path) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Where this runs."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((ln.split(":")[1].strip() for ln in info if "model name" in ln), "")
+    model = processor(Path("/proc/cpuinfo").read_text())
     torch = sys.modules.get("torch")
     return {
         "cpu": f"{len(os.sched_getaffinity(0))} cores, {model}",

@@ -93,13 +93,18 @@ def cut(path: Path, size: int, place: np.ndarray | tuple[float, float]) -> np.nd
 
 def pictures(spec: BatchSpec, *, path: str, size: int = 128) -> Data:
     """Makes `Data` of a folder, whose classes are folders in the order of names."""
-    root = Path(path)
-    names = sorted(folder.name for folder in (root / "train").glob("*/"))
-    sets = []
+    names, sets = [], []
     for part in ("train", "test"):
+        folders = sorted(Path(path, part).glob("[!.]*/"))
+        names = names or [folder.name for folder in folders]
+        if odd := [folder for folder in folders if folder.name not in names]:
+            raise ConfigError(
+                f"config.data.path={path}: {odd[0]} is a class that train/ does not "
+                "have; remove it, or add pictures to train/"
+            )
         files = [
             (file, names.index(folder.name))
-            for folder in sorted((root / part).glob("*/"))
+            for folder in folders
             for file in sorted(folder.iterdir())
             if file.suffix.lower() in ENDINGS and file.name[0] != "."
         ]

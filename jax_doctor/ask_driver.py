@@ -106,8 +106,9 @@ def _users(nvml: ctypes.CDLL, card: ctypes.c_void_p) -> list[dict] | None:
         if processes is None and kind == "Compute":
             return None
         for process in processes or ():
-            used = None if process.used == UNAVAILABLE else process.used
-            users[process.pid] = used
+            if process.used != UNAVAILABLE:
+                users[process.pid] = process.used
+            users.setdefault(process.pid)  # None, where nobody tells.
     return [{"pid": pid, "bytes_in_use": users[pid]} for pid in sorted(users)]
 
 

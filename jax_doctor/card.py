@@ -1,5 +1,6 @@
 """Causes in the card and its driver: what files show, and what the driver answered."""
 
+import os
 import re
 
 from jax_doctor.machine import LIBRARY_FOLDERS, WSL_NODE, Machine, numbers
@@ -65,7 +66,7 @@ def _amd(machine: Machine, facts: Facts) -> Signs:
     kfd = machine.path("/dev/kfd")
     if not machine.is_amd():
         return
-    if not kfd.exists():
+    if not os.path.exists(kfd):
         fix = "docker run --device /dev/kfd --device /dev/dri ..."
         yield Sign("the kernel lists an AMD GPU and there is no /dev/kfd", fix)
     if not machine.may_write(kfd):
@@ -113,7 +114,8 @@ def _wsl(machine: Machine, facts: Facts) -> Signs:
     if "/usr/lib/wsl/" not in library:
         code = f"cuInit(0) returned {driver.code}, " if driver else ""
         file = library or "not to be found"
-        yield f"/dev/dxg exists, {code}libcuda.so.1 is {file}, not WSL's own"
+        text = f"/dev/dxg exists, {code}libcuda.so.1 is {file}, not WSL's own"
+        yield text if driver else warning(text)
 
 
 @cause("A32", fix="recreate the container (docker rm, docker run --gpus all ...)")
@@ -163,7 +165,7 @@ def _stub(machine: Machine, facts: Facts) -> Signs:
     if facts.driver:
         yield _answered(machine, facts, "STUB_LIBRARY")
     elif machine.nodes() and "/stubs/" in library:
-        yield f"libcuda.so.1 is the toolkit's stub {library}"
+        yield warning(f"libcuda.so.1 is the toolkit's stub {library}")
 
 
 @cause("A23", fix="sudo reboot (or reload the nvidia kernel modules)")
@@ -175,7 +177,7 @@ def _versions_differ(machine: Machine, facts: Facts) -> Signs:
     if facts.driver:
         yield _answered(machine, facts, "SYSTEM_DRIVER_MISMATCH")
     elif "." in user and kernel not in ("", user) and "compat" not in library:
-        yield f"the kernel module is {kernel} and {library} is {user}"
+        yield warning(f"the kernel module is {kernel} and {library} is {user}")
 
 
 def _newer_driver(machine: Machine) -> str:
@@ -197,7 +199,7 @@ def _old_driver(machine: Machine, facts: Facts) -> Signs:
             yield f"the driver supports CUDA {cuda}, not {family}"
         elif guess and branch < oldest:
             need = f"CUDA {family} needs {oldest} or newer"
-            yield f"driver {machine.kernel_driver()}, and {need}"
+            yield warning(f"driver {machine.kernel_driver()}, and {need}")
 
 
 @cause("A30", fix="update the driver", severity="warning")
@@ -266,14 +268,14 @@ def _compat(machine: Machine, facts: Facts) -> Signs:
         return
     for folder in machine.library_path() if machine.nodes() else ():
         library = machine.path(folder) / "libcuda.so.1"
-        if "compat" in folder and library.exists():
+        if "compat" in folder and os.path.exists(library):
             yield warning(f"LD_LIBRARY_PATH holds {folder}, which few cards support")
 
 
 @cause("A26", fix="sudo modprobe nvidia-uvm; after suspend or a live update: reboot")
 def _no_uvm(machine: Machine, facts: Facts) -> Signs:
     """The driver fails without saying why, or nvidia-uvm is not loaded."""
-    driver, uvm = facts.driver, machine.path("/dev/nvidia-uvm").exists()
+    driver, uvm = facts.driver, os.path.exists(machine.path("/dev/nvidia-uvm"))
     if not driver and not uvm and "/dev/nvidia0" in machine.nodes():
         yield warning("/dev/nvidia0 exists and /dev/nvidia-uvm does not")
     if not driver or _wsl(machine, facts) or _refused(machine, facts):

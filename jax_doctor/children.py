@@ -15,7 +15,7 @@ import time
 from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from jax_doctor.programs import ASK_JAX, ASK_SUMS, OPTION
 
@@ -119,7 +119,7 @@ def run_child(
     """Runs this Python for at most `timeout` seconds, then kills its process group."""
     start = time.monotonic()
     # Files, not pipes: reading a pipe could wait for a grandchild that holds it open.
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    with _file() as output, _file() as errors:
         child = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
@@ -141,6 +141,12 @@ def run_child(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return Child(returncode, *texts, seconds=time.monotonic() - start)
+
+
+def _file() -> IO[bytes]:
+    # In memory where Linux allows it: no folder may be there for a temporary file.
+    create = getattr(os, "memfd_create", None)
+    return os.fdopen(create("child"), "w+b") if create else tempfile.TemporaryFile()
 
 
 def end_children() -> None:

@@ -1,7 +1,8 @@
 """Causes in the CUDA libraries: wheels that lack, are too old, or are shadowed."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from jax_doctor.machine import LIBRARY_FOLDERS, Machine, Requirement, numbers
 from jax_doctor.table import Facts, Sign, Signs, step, warning
@@ -122,9 +123,9 @@ def _jit_wheel(machine: Machine) -> str:
     return next(filter(None, map(machine.version, names)), "")
 
 
-def _foreign(machine: Machine, pattern: str) -> list[str]:
-    """Real files of this pattern in LD_LIBRARY_PATH that are not of a wheel."""
-    files = [file.resolve() for file in machine.find(pattern)]
+def _foreign(machine: Machine, files: Iterable[Path]) -> list[str]:
+    """Real files among these that are not of a wheel."""
+    files = [file.resolve() for file in files]
     # The wheels of another environment are as foreign as a toolkit.
     sites = [site.resolve() for site in machine.site_packages]
     return [str(f) for f in files if not any(f.is_relative_to(site) for site in sites)]
@@ -134,8 +135,8 @@ def foreign_library(machine: Machine) -> str:
     """Describes the first CUDA library that LD_LIBRARY_PATH brings beside pip's."""
     if not _jit_wheel(machine):
         return ""
-    files = _foreign(machine, "libnvJitLink.so*") + _foreign(machine, "libcu*.so*")
-    files = [file for file in files if re.search(SHADOWED, file)]
+    files = [*machine.find("libnvJitLink.so*"), *machine.find("libcu*.so*")]
+    files = [f for f in _foreign(machine, files) if re.search(SHADOWED, f)]
     return f"LD_LIBRARY_PATH brings {files[0]} beside pip's" if files else ""
 
 
@@ -143,7 +144,8 @@ def foreign_library(machine: Machine) -> str:
 def _shadowed(machine: Machine, facts: Facts) -> Signs:
     """LD_LIBRARY_PATH shadows pip's CUDA libraries."""
     wheel, foreign = _jit_wheel(machine), foreign_library(machine)
-    for file in _foreign(machine, "libnvJitLink.so.*") if wheel else ():
+    links = machine.find("libnvJitLink.so.*") if wheel else ()
+    for file in _foreign(machine, links):
         version = file.rpartition(".so.")[2]
         if "." in version and numbers(version) < numbers(wheel):
             yield f"LD_LIBRARY_PATH brings {file}, older than the wheel's {wheel}"
@@ -179,9 +181,9 @@ def _compiler(machine: Machine, facts: Facts) -> Signs:
 def _loaded_before(machine: Machine, facts: Facts) -> Signs:
     """Another framework loaded its CUDA libraries first."""
     names = r"/\S*/lib(?:cublas|cudnn|cudart|cufft|cusparse|cusolver|nvJitLink)\.so\S*"
-    for file in sorted(re.findall(names, machine.read("/proc/self/maps"))):
-        if "site-packages/nvidia/" not in file:
-            yield f"this process has loaded {file} before JAX started"
+    files = sorted(re.findall(names, machine.read("/proc/self/maps")))
+    for file in _foreign(machine, map(machine.path, files)):
+        yield f"this process has loaded {file} before JAX started"
 
 
 @cause("A108", fix=with_wheels, severity="warning")

@@ -52,11 +52,13 @@ class Requirement(NamedTuple):
 
     Attributes:
       bounds: as in `>=9.8,<10.0`; wildcards and ~= count for nothing.
+      python: bounds of the Python that it is for.
     """
 
     name: str
     bounds: str
     extra: str = ""
+    python: str = ""
 
     @classmethod
     def read(cls, line: str) -> "Requirement":
@@ -65,7 +67,9 @@ class Requirement(NamedTuple):
         match = re.match(r"\s*([\w.-]*)(?:\[[^\]]*\])?(.*)", demand)
         extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", marker)
         name = re.sub(r"[-_.]+", "-", match[1]).lower()
-        return cls(name, match[2].strip(), extra[1] if extra else "")
+        python = re.findall(r"python_version\s*([<>=!]+)\s*['\"]([\d.]+)", marker)
+        bounds = ",".join(map("".join, python))
+        return cls(name, match[2].strip(), extra[1] if extra else "", bounds)
 
     def allows(self, version: str) -> bool:
         """True if a version lies within the bounds; zeros at its end do not count."""
@@ -114,7 +118,7 @@ class Machine:
         """This machine, as this process sees it."""
         distributions = dict(_distributions(sys.path))
         names = [name for name in WITH_REQUIREMENTS if name in distributions]
-        sites = [Path(p) for p in sys.path if p and Path(p, "nvidia").is_dir()]
+        sites = [Path(p) for p in sys.path if p and os.path.isdir(Path(p, "nvidia"))]
         return cls(
             environ=dict(os.environ),
             distributions=distributions,
@@ -141,7 +145,7 @@ class Machine:
 
     def nodes(self) -> list[str]:
         """Device nodes by which JAX recognizes an NVIDIA card."""
-        return [node for node in NVIDIA_NODES if self.path(node).exists()]
+        return [name for name in NVIDIA_NODES if os.path.exists(self.path(name))]
 
     def cards(self) -> list[str]:
         """Nodes of single cards: /dev/nvidia0, /dev/nvidia1 and so on."""
@@ -165,8 +169,10 @@ class Machine:
         return [n for n in names if re.search(r"\bsimd_count\s+0*[1-9]", texts[n])]
 
     def requirements(self, package: str) -> list[Requirement]:
-        """Requirements of an installed package, if its metadata was read."""
-        return [Requirement.read(line) for line in self.requires.get(package, ())]
+        """Requirements of an installed package for this Python, if they were read."""
+        python = ".".join(map(str, self.python[:2]))
+        needs = map(Requirement.read, self.requires.get(package, ()))
+        return [n for n in needs if Requirement("python", n.python).allows(python)]
 
     def has_card(self) -> bool:
         """True if anything speaks for a GPU in this machine."""
@@ -174,7 +180,7 @@ class Machine:
 
     def is_amd(self) -> bool:
         """True if the GPU to be used is an AMD one."""
-        amd = self.path("/dev/kfd").exists() or bool(self.amd_gpus())
+        amd = os.path.exists(self.path("/dev/kfd")) or bool(self.amd_gpus())
         return amd and not self.nodes()
 
     def platforms(self) -> list[str]:
@@ -208,11 +214,12 @@ class Machine:
     def find(self, pattern: str, *folders: str) -> Iterator[Path]:
         """Finds files of a pattern in LD_LIBRARY_PATH, then in these folders."""
         for folder in (*self.library_path(), *folders):
-            yield from sorted(self.path(folder).glob(pattern))
+            with contextlib.suppress(OSError):  # A name may be too long.
+                yield from sorted(self.path(folder).glob(pattern))
 
     def libcuda(self) -> str:
         """Real name of the libcuda.so.1 that the loader would find, or empty."""
-        files = (f for f in self.find("libcuda.so.1", *LIBRARY_FOLDERS) if f.exists())
+        files = filter(os.path.exists, self.find("libcuda.so.1", *LIBRARY_FOLDERS))
         return next((str(file.resolve()) for file in files), "")
 
     def conda_build(self, package: str) -> str:
@@ -271,7 +278,7 @@ def _distributions(folders: list[str]) -> Iterator[tuple[str, str]]:
 
 def _is_whole(metadata: Path) -> bool:
     is_wheel = metadata.suffix == ".dist-info"  # Else a folder with PKG-INFO, or it.
-    return not is_wheel or (metadata / "METADATA").is_file()
+    return not is_wheel or os.path.isfile(metadata / "METADATA")
 
 
 def _requires(name: str) -> tuple[str, ...]:

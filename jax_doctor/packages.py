@@ -85,7 +85,8 @@ def _python(machine: Machine, facts: Facts) -> Signs:
     versions = {**machine.distributions, "python": python}
     for package in machine.requires:
         for need in machine.requirements(package):
-            version = versions.get(need.name) if need.name in BESIDE else None
+            counts = need.name in BESIDE and not need.extra
+            version = versions.get(need.name) if counts else None
             if version and not need.allows(version):
                 title = f"{package} {machine.version(package)}"
                 yield f"{title} needs {need.name}{need.bounds} and found {version}"

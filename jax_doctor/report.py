@@ -39,8 +39,10 @@ def holders(machine: Machine, driver: DriverResult | None) -> str:
     names = {pid: (program, None) for pid, program, _ in machine.holders()}
     for card in memory_in_use(machine, driver):
         for process in card["processes"] or ():
+            pid, used = process["pid"], process["bytes_in_use"]
             program = process["program"] or "a process not seen here"
-            names[process["pid"]] = (program, process["bytes_in_use"])
+            total = (names.get(pid, ("", None))[1] or 0) + (used or 0)  # Of all cards.
+            names[pid] = (program, total or None)
     return ", ".join(
         f"{program} ({pid}{f', {size(used)}' if used else ''})"
         for pid, (program, used) in names.items()

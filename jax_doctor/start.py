@@ -4,7 +4,9 @@ The wording of JAX changes between releases: a text alone is never the proof, on
 together with how the child ended and with what the machine showed.
 """
 
+import os
 import re
+import sys
 
 from jax_doctor.children import Child, JaxResult, Stage
 from jax_doctor.libraries import with_wheels
@@ -170,6 +172,17 @@ def _absent_index(machine: Machine, facts: Facts) -> Signs:
         text = f"{platform}:{most} was asked for, and there are {names}"
         simulate = f"ask for one of these, or export JAX_NUM_CPU_DEVICES={most + 1}"
         yield Sign(text, simulate if platform == "cpu" else "")
+
+
+@otherwise("A00", fix="rename this file", scope="all")
+def _hidden_package(machine: Machine, facts: Facts) -> Signs:
+    """A file hides a package of the same name."""
+    hidden = r"(?:\w'; |partially initialized module )'(\w+)"
+    match = facts.said_at_start(machine, hidden)
+    for folder in ("", *sys.path) if match else ():
+        file = os.path.abspath(os.path.join(folder, f"{match[1]}.py"))
+        if os.path.isfile(file):
+            yield f"{file} is imported in place of the package {match[1]}"
 
 
 @otherwise("A00", fix=READ_ON, scope="all")

@@ -1,6 +1,7 @@
 """Causes in the environment variables: pure strings, seen before anything starts."""
 
 import difflib
+import os
 import re
 import shlex
 
@@ -116,7 +117,7 @@ def _flags(machine: Machine, facts: Facts) -> Signs:
     value = machine.environ.get("XLA_FLAGS", "").strip()
     if value and not value.startswith("-"):
         # XLA reads it as the name of a file.
-        if not machine.path(value).is_file():
+        if not os.path.isfile(machine.path(value)):
             yield f"XLA_FLAGS={value} does not begin with -- and is not a file"
         return
     try:
@@ -239,9 +240,10 @@ def _unknown_platform(machine: Machine, facts: Facts) -> Signs:
         )
     # A plugin package of another maker bears the name of its platform.
     plugins = [n for n in machine.distributions if re.search("jax|xla|pjrt", n)]
-    backends = ("METAL", *BUILT_IN) if "jax-metal" in plugins else BUILT_IN
+    backends = {"METAL", *BUILT_IN} if "jax-metal" in plugins else {*BUILT_IN}
+    backends |= {re.sub(r"\d+$", "", w) for p in plugins for w in p.split("-")}
     for name in filter(None, machine.platforms()):
-        if name not in backends and not any(name in plugin for plugin in plugins):
+        if name not in backends:
             yield f"{setting}: no backend {name!r} is installed"
 
 

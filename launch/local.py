@@ -17,6 +17,7 @@ Exit code: the first that was not 0; 128 and its number for a signal.
 """
 
 import argparse
+import contextlib
 import ctypes
 import itertools
 import os
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LEAVE_SECONDS, LONGEST_PAUSE = 30.0, 60
+LEAVE_SECONDS, LONGEST_PAUSE, SMI_SECONDS = 30.0, 60, 30.0
 LOST, STOPPED = 69, 75
 MENDABLE = {1, LOST, 71, 76}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
@@ -58,7 +59,10 @@ def visible_cards() -> list[str]:
         listed = ""
         if shutil.which("nvidia-smi"):
             command = ["nvidia-smi", "--list-gpus"]
-            listed = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+            with contextlib.suppress(subprocess.TimeoutExpired):  # A driver may hang.
+                listed = subprocess.run(
+                    command, stdout=subprocess.PIPE, text=True, timeout=SMI_SECONDS
+                ).stdout
         cards = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", listed, re.M)
     if not cards:
         where = "nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"

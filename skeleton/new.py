@@ -9,6 +9,7 @@ is installed (`--vendor` needs pip). Exit codes: 0 done, 64 the name or the dire
 cannot be used, or there is nothing to pin, and nothing was written.
 """
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.metadata
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentError, ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "haiku_template"
@@ -65,7 +67,7 @@ def check_name(name: str, root: Path) -> None:
 
 def check_dest(dest: str, root: Path) -> Path:
     """Resolves `dest`, which must be a new or empty directory outside `root`."""
-    path = Path(dest).expanduser().resolve()
+    path = Path(os.path.expanduser(dest)).resolve()
     if dest and not path.is_relative_to(root):
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return path
@@ -204,10 +206,23 @@ def eject(root: Path, folder: Path, name: str, parts: dict[str, str]) -> None:
         (folder / name / f"{part}.py").write_text(text)
 
 
+@contextlib.contextmanager
+def beside(dest: Path) -> Iterator[str]:
+    """A scratch folder beside `dest`; those above it that stay empty go again."""
+    absent = [folder for folder in dest.parents if not folder.exists()]
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+            yield scratch
+    finally:
+        for folder in absent:
+            with contextlib.suppress(OSError):  # It holds the project.
+                folder.rmdir()
+
+
 def make(root: Path, dest: Path, name: str, vendored: bool, what: str) -> list[str]:
     """Makes the project at `dest`, whole or not at all; returns lines to print."""
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dest.parent) as scratch:
+    with beside(dest) as scratch:
         partial = Path(scratch, name)
         if vendored:
             requirement, caution = vendor(root, partial / "vendor"), ""

@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from benchmarks.fuzz import Fuzzed, change_json
+from benchmarks import fuzz
+from benchmarks.fuzz import Fuzzed, change_json, watched
 from benchmarks.readers import ELSEWHERE, READERS
 from haiku_template import cli, config
 from haiku_template.cluster.detection import detect
@@ -77,6 +78,20 @@ def test_changed_files_are_refused_in_documented_errors(tmp_path, name, capfd):
         fuzzed.run(fuzzed.mutated(data, rng.randrange(2**32)))
     assert fuzzed.findings == {}
     capfd.readouterr()
+
+
+def test_counts_of_an_earlier_run_are_none_of_this_one(tmp_path):
+    (tmp_path / "counts-1.json").write_text('[{"executions": 5}, {"an error": ""}]')
+    assert watched("words", 0, tmp_path) == ({}, {})
+
+
+def test_a_reader_that_does_not_exist_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["fuzz", "--readers=words,weigths"])
+    monkeypatch.setattr(fuzz, "fuzz", lambda *args: True)
+    with pytest.raises(SystemExit, match="2"):
+        fuzz.main()
+    words = capsys.readouterr().err
+    assert "names 'weigths'; possible are " in words and ", weights" in words
 
 
 def test_a_value_of_json_changes():

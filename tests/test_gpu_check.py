@@ -1,7 +1,9 @@
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -132,6 +134,43 @@ def test_a_check_that_fails_hides_no_other(tmp_path):
     assert "OutOfTime: stopped after" in hangs["figures"]["error"]
     assert works["passed"] is True
     assert works["figures"] == {"after": 1.5}
+
+
+def of_time(devices, scale, figures):
+    with contextlib.suppress(gpu_check.OutOfTime):  # As an error that hides it.
+        time.sleep(1.5)
+    time.sleep(1.5)
+
+
+def of_errors(devices, scale, figures):
+    with contextlib.suppress(Exception):
+        time.sleep(2)
+
+
+@pytest.mark.parametrize("catches", [of_time, of_errors])
+def test_a_check_that_catches_errors_is_stopped_too(catches, monkeypatch):
+    monkeypatch.setattr(gpu_check, "AGAIN", 0.2)
+    result = gpu_check.run(catches, 1, None, None)
+    assert "OutOfTime: stopped after 1 s" in result["figures"]["error"]
+
+
+def test_what_was_measured_outlives_an_interruption(tmp_path, one_device, monkeypatch):
+    def works(devices, scale, figures):
+        figures["after"] = 1.5
+        return True
+
+    def ends(devices, scale, figures):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "CHECKS", {works: 1, ends: 1})
+    monkeypatch.setattr(gpu_check.DeviceManager, "create", lambda *_, **__: one_device)
+    monkeypatch.setattr(gpu_check.logging, "set_verbosity", lambda level: None)
+    output = tmp_path / "found.json"
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main(["--device=cpu", f"--output={output}"])
+    results = json.loads(output.read_text())
+    assert [check["figures"] for check in results["checks"]] == [{"after": 1.5}]
+    assert results["not_run"] == ["ends"]
 
 
 def test_an_operation_that_a_card_gets_wrong_fails_the_checks(one_device, monkeypatch):

@@ -399,13 +399,18 @@ def test_refuses_to_eject_what_is_no_part(refused, tmp_path):
     refused([f"--name={NAME}", f"--dest={dest}", "--eject=all"], "possible is loop")
 
 
+def test_a_home_folder_that_does_not_exist_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # As shells read it.
+    assert new.check_dest("~no_such_user/x", ROOT) == tmp_path / "~no_such_user/x"
+
+
 def test_failure_leaves_nothing(refused, tmp_path, monkeypatch):
     def full(source, target, **_):
         Path(target).mkdir()
         raise OSError(28, "No space left on device", str(target))
 
     monkeypatch.setattr(shutil, "copytree", full)
-    refused([f"--name={NAME}", f"--dest={tmp_path / 'project'}"], "No space left")
+    refused([f"--name={NAME}", f"--dest={tmp_path / 'a/b/project'}"], "No space left")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """Benchmarks take turns, and say by which figures they compare."""
 
 import json
+import platform
 import sys
 
 import pytest
@@ -52,6 +53,22 @@ def test_ratios_are_of_the_same_round(tmp_path, monkeypatch, capsys):
     assert {"date", "machine", "commit"} <= results.keys()
     assert (tmp_path / "overhead.png").read_bytes().startswith(b"\x89PNG")
     assert "0.90 (0.70-1.20)" in capsys.readouterr().out
+
+
+def test_where_nobody_tells_the_commit_it_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # No repository.
+    assert rounds._commit() == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: Two: Three\n", "Two: Three"),
+        ("processor\t: 0\nBogoMIPS\t: 2\n", platform.machine()),
+    ],
+)
+def test_a_processor_has_a_name(text, name):
+    assert rounds.processor(text) == name
 
 
 @pytest.mark.slow

@@ -83,12 +83,12 @@ def _files(top: Path, unread: Rows) -> Iterator[Path]:
         place = {"file": str(error.filename), "cell": 0, "line": 0}
         unread.append({**place, "why": error.strerror})
 
-    if not top.is_dir():
+    if not os.path.isdir(top):
         yield top
         return
     for folder, folders, files in os.walk(top, onerror=note):
         inside = Path(folder)
-        environments = {f for f in folders if (inside / f / "pyvenv.cfg").exists()}
+        environments = {f for f in folders if os.path.exists(inside / f / "pyvenv.cfg")}
         folders[:] = sorted(set(folders) - environments - SKIPPED)
         yield from (inside / f for f in sorted(files) if f.endswith((".py", ".ipynb")))
 

@@ -271,6 +271,22 @@ def test_without_a_card_it_says_so(tmp_path, monkeypatch, visible):
     assert f"there are none by {where}; --processes=2 starts two" in said
 
 
+def test_a_driver_that_hangs_has_no_cards(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 20\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    spec = importlib.util.spec_from_file_location("local", FILE)
+    local = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(local)
+    local.SMI_SECONDS = 0.2
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        local.visible_cards()
+    assert end.value.code == local.LOST and time.monotonic() - begun < 10
+    assert "there are none by nvidia-smi" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--processes=0"], ["--processes=all"], []])
 def test_arguments_that_mean_nothing_are_refused(options):
     command = [sys.executable, str(FILE), *(options or ["--processes=2"])]

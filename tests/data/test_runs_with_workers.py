@@ -1,5 +1,6 @@
 """Runs whose batches come from worker processes: `data.workers`."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from PIL import Image
 from examples import pictures
 from haiku_template import train as command
 from haiku_template.config import default_config
-from haiku_template.data import ahead
+from haiku_template.data import BatchSpec, ahead
 from haiku_template.data.worker import digests
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -146,6 +147,19 @@ def test_a_folder_of_pictures_is_decoded_to_the_same_bits(devices, tmp_path):
         file.unlink()
     with pytest.raises(ConfigError, match="no pictures in test/CLASS/"):
         Experiment.from_config(config_of_pictures(tmp_path), devices)
+
+
+def test_classes_of_pictures_are_folders_that_are_seen_in_train(tmp_path):
+    write_pictures(tmp_path)
+    for part in ("train", "test"):
+        (tmp_path / part / ".ipynb_checkpoints").mkdir()
+    read = functools.partial(
+        pictures.pictures, BatchSpec(2), path=str(tmp_path), size=16
+    )
+    assert read().class_names == ("a", "b")
+    (tmp_path / "test" / "c").mkdir()
+    with pytest.raises(ConfigError, match="test/c is a class that train/ does not"):
+        read()
 
 
 @pytest.mark.slow

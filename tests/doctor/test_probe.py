@@ -107,6 +107,12 @@ def test_the_environment_check_asks_the_driver_of_a_visible_card(driver, gpu):
     assert check_environment("auto", gpu.machine())[0].severity == "warning"
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux alone has it")
+def test_a_child_needs_no_folder_for_temporary_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert run_child(["-c", "print(1)"], 20).output == "1\n"
+
+
 def test_grandchildren_are_killed_too(tmp_path):
     # Only the grandchild's end would close the pipe; its id says that it is gone.
     code = (

@@ -49,7 +49,7 @@ def test_each_process_is_named_with_its_bytes(stubs, process):
         **stubs,
         "STUB_USED": "3072",
         "STUB_PROCESSES": f"{process.pid}:2048,{os.getpid()}:512",
-        "STUB_GRAPHICS": f"{os.getpid()}:512",
+        "STUB_GRAPHICS": f"{os.getpid()}:512,{process.pid}:-1",  # Not told again.
     }
     (card,), text = table(environ)
     assert (card["bytes_in_use"], card["bytes"]) == (3072 * MIB, 16384 * MIB)
@@ -165,4 +165,6 @@ def test_who_holds_a_full_card_is_said_with_bytes(gpu):
     card = {"bytes_in_use": 9 * 2**30, "bytes": 16 * 2**30, "processes": users}
     words = words_of.holders(gpu.machine(), DriverResult(0, memory=(card,)))
     assert words == "python (77, 8.0 GiB), Xorg (88)"
+    words = words_of.holders(gpu.machine(), DriverResult(0, memory=(card, card)))
+    assert words == "python (77, 16.0 GiB), Xorg (88)"
     assert words_of.holders(gpu.machine(), None) == "python (77), Xorg (88)"
