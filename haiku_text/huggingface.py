@@ -30,6 +30,7 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in (gpt.family, bert.family
 FORMAT = {"format": "pt"}  # transformers asks for it.
 # Files copied beside the tensors: tokenizers, and the pooling of sentences.
 BESIDE = ("*.json", "*.txt", "*.model", "*/config.json")
+OF_TOKENIZER = re.compile("tokenizer|vocab|merges|special_|added_|generation_|.*model$")
 Makers = dict[str, Callable[[], np.ndarray]]  # Functions that make tensors, by name.
 
 
@@ -172,22 +173,28 @@ def export(
 ) -> None:
     """Writes a model as the folder `source` that it started from, or a new one.
 
-    `arguments` made the model; a new folder has the `tokenizer`, too. Raises as
-    `export_like` and `export_new`, and `ConfigError` if transformers would compute
-    something else from the classifier.
+    `arguments` made the model, whose vocabulary need not be the source's; `tokenizer`
+    takes the place of another one there. Raises as `export_like` and `export_new`, and
+    `ConfigError` if transformers would compute something else from the classifier.
     """
-    labels = family.describe_classes(params, arguments, class_names)
+    config = family.describe_classes(params, arguments, class_names)
+    coder, files = tokenizer and Tokenizer(tokenizer), {}
+    if coder and coder.name != BYTES:
+        files[FILE] = Path(coder.name).read_bytes()
     if source is not None:
-        export_like(source, folder, params, family.rules, devices, config=labels)
-    else:
-        config, files = to_config(family, family.sizes(arguments)) | labels, {}
-        coder = tokenizer and Tokenizer(tokenizer)
-        if coder and coder.name != BYTES:
-            files[FILE] = Path(coder.name).read_bytes()
-        if family is gpt.family:  # Else transformers takes GPT-2's own.
+        beside = Path(source, FILE)
+        is_same = beside.is_file() and beside.read_bytes() == files.get(FILE)
+        files = None if is_same or not coder else files
+    if family is gpt.family:
+        config["vocab_size"] = arguments["num_outputs"]
+        if files is not None:  # Else transformers takes GPT-2's own.
             config |= {"bos_token_id": None, "eos_token_id": coder and coder.end}
+    write = functools.partial(export_like, source)
+    if source is None:
+        write, config = export_new, to_config(family, family.sizes(arguments)) | config
+        if family is gpt.family:
             config |= {"embd_pdrop": config["resid_pdrop"], "attn_pdrop": 0.0}
-        export_new(folder, params, family.rules, devices, config=config, files=files)
+    write(folder, params, family.rules, devices, config=config, files=files)
 
 
 def export_like(
@@ -198,6 +205,7 @@ def export_like(
     devices: DeviceManager,
     *,
     config: dict[str, Any] | None = None,
+    files: dict[str, bytes] | None = None,
 ) -> None:
     """Writes parameters as the files that they were read from, changed or not.
 
@@ -209,6 +217,7 @@ def export_like(
     Args:
       source: the Hugging Face folder that was read.
       config: changes to config.json, such as the names of the labels.
+      files: a tokenizer's by name, none of bytes, instead of the source's.
 
     Raises:
       ConfigError: `folder` exists, `source` cannot be read, no rule names one of the
@@ -249,9 +258,12 @@ def export_like(
         for pattern in BESIDE
         for path in source.glob(pattern)
         if path.is_file() and path.name != tensors.INDEX
-    }
+        if files is None or not OF_TOKENIZER.match(path.name)
+    } | (files or {})
     if config:
-        files[CONFIG] = to_json(read_json(source / CONFIG, "model_type", str) | config)
+        old = read_json(source / CONFIG, "model_type", str)
+        if (new := old | config) != old:
+            files[CONFIG] = to_json(new)
     metadata = {file.name: tensors.read_metadata(file) for file in shards}
     if located.suffix == ".json":
         metadata[located.name] = tensors.read_index(located).get("metadata")

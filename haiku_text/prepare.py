@@ -1,6 +1,7 @@
 """The command `haiku_template.prepare`: text to token files, in bounded memory."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,9 @@ def main() -> None:
             "--tokenizer=bytes has no use here: the data set bytes reads text as it "
             "is, without a token file; possible is a tokenizer.json"
         )
+    for name in ("validation_output", "end_of_text"):
+        if FLAGS[name].value == "":
+            raise ConfigError(f"--{name}= is empty; give a value, or leave it out")
     outputs = [Path(x) for x in (FLAGS.output, FLAGS.validation_output) if x]
     source = Path(FLAGS.tokenizer)
     beside = outputs[0].parent / FILE
@@ -56,17 +60,21 @@ def main() -> None:
         tokenizer = Tokenizer(source, end=FLAGS.end_of_text, literal=True)
         contents = Path(tokenizer.name).read_bytes()
         check_same(beside, contents)
-        _write(tokenizer, outputs, file_sets)
-        write_new(beside, contents)
+        lines = _write(tokenizer, outputs, file_sets, beside, contents)
     except OSError as error:
         where = Path(error.filename or outputs[0]).parent  # Of a temporary file.
         raise StorageError(f"{where} cannot be written: {error.strerror}") from error
+    print(*lines, sep="\n")  # Of a full disk beneath it the command has its sentence.
 
 
 def _write(
-    tokenizer: Tokenizer, outputs: list[Path], file_sets: list[list[TextFile]]
-) -> None:
-    """Writes a token file for each part, all or none."""
+    tokenizer: Tokenizer,
+    outputs: list[Path],
+    file_sets: list[list[TextFile]],
+    beside: Path,
+    contents: bytes,
+) -> list[str]:
+    """Writes a token file for each part, all or none, and the tokenizer `beside`."""
     dtype = "uint16" if tokenizer.size <= 2**16 else "uint32"
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(TokenWriter(path, dtype)) for path in outputs]
@@ -75,12 +83,16 @@ def _write(
         for writer, files in zip(writers, file_sets, strict=True):
             with _progress("write", files) as report:
                 write_tokens(files, tokenizer, writer, report)
-        for writer, files in zip(writers, file_sets, strict=True):
+        for writer in writers:
+            writer.complete()
+        write_new(beside, contents)
+        for writer in writers:
             writer.publish()
-            print(
-                f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} "
-                f"files; the vocabulary has {tokenizer.size}"
-            )
+    return [
+        f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} files; "
+        f"the vocabulary has {tokenizer.size}"
+        for writer, files in zip(writers, file_sets, strict=True)
+    ]
 
 
 def write_tokens(
@@ -178,7 +190,10 @@ def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None
         if bar.disable and now - last_report >= REPORT_SECONDS:
             last_report, completed = now, bar.tasks[0].completed
             rate = completed / (now - begun) / 1e6
-            print(f"{verb} {completed / total:.0%}, {rate:.1f} MB/s", flush=True)
+            try:
+                print(f"{verb} {completed / total:.0%}, {rate:.1f} MB/s", flush=True)
+            except OSError:  # The work goes on where nobody reads of it.
+                last_report = math.inf
 
     with bar:
         yield report

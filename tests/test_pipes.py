@@ -52,7 +52,13 @@ ON_DISK = {
     "runs": ["{}"],
     "checkpoints": ["--workdir={}"],
     "predict": ["--workdir={}", "--device=cpu"],
+    "prepare": [
+        "--input=haiku_text",
+        "--tokenizer={}/t.json",
+        "--output={}/t.safetensors",
+    ],
 }
+ON_DISK["prepare"].append("--train_vocab_size=257")
 
 
 @pytest.mark.parametrize("name", ON_DISK)

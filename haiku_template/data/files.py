@@ -62,11 +62,11 @@ def check_names(names: Iterable[str], where: str, what: str = "a column") -> Non
         raise ConfigError(f"{where} names {what} twice: {', '.join(names)}")
 
 
-def data_path(path: str | None, name: str, description: str) -> Path:
-    """Expands the path of a data set, which must not be None."""
+def data_path(path: str | None, name: str, description: str, key: str = "path") -> Path:
+    """Expands the path of a data set, which must not be None or empty."""
     if not path:
         raise ConfigError(
-            f"the data set {name} needs {description}: --config.data.path=PATH "
+            f"the data set {name} needs {description}: --config.data.{key}=PATH "
             "(nothing is downloaded)"
         )
     return Path(str(path)).expanduser()  # `--config.data.path=2024` is a number.

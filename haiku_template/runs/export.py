@@ -26,8 +26,8 @@ def export_safetensors(run: Run, output: Path) -> int:
     """Writes a model to a new folder, averaged and merged as in evaluation.
 
     Models that Hugging Face knows get its names and its config.json, and the other
-    files of the folder that they started from. Others get Haiku's names, `module/name`,
-    and state.safetensors for network state.
+    files of the folder that they started from, with the run's tokenizer. Others get
+    Haiku's names, `module/name`, and state.safetensors for network state.
 
     Returns the step of the checkpoint. Raises `ConfigError` if `output` exists, there
     is no such checkpoint, its frozen parameters changed, or transformers would compute

@@ -1,5 +1,6 @@
 """Data set `bytes`: text of files, Python's standard library or Python's help."""
 
+import codecs
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -9,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.data.files import read_with
+from haiku_template.data.files import data_path, read_with
 from haiku_template.errors import ConfigError
 from haiku_text.data.stream import Shard, TokenStream
 from haiku_text.data.tokenizer import BYTES
@@ -60,8 +61,8 @@ def _stream(documents: list["Document"]) -> TokenStream:
 def prompt_file(path: str) -> list[str]:
     """Reads a prompt a line, or raises `ConfigError` if it cannot."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n")
-        return lines.split("\n") if lines else []
+        lines = Path(path).read_bytes().decode("utf-8-sig").removesuffix("\n")
+        return [x.removesuffix("\r") for x in lines.split("\n")] if lines else []
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt_file={path} cannot be read: {error}") from None
 
@@ -85,7 +86,8 @@ def read_documents(path: str | tuple[str, ...] | None) -> list[Document]:
     if path == "pydoc":
         return _pydoc_topics()
     files = library_files() if path is None else text_files(path)
-    documents = [Document(f.name, read_with(f.path, Path.read_bytes)) for f in files]
+    read = lambda path: path.read_bytes().removeprefix(codecs.BOM_UTF8)  # noqa: E731
+    documents = [Document(f.name, read_with(f.path, read)) for f in files]
     texts = [document for document in documents if is_text(document.content)]
     return check_any(texts, "Python's standard library" if path is None else path)
 
@@ -105,8 +107,9 @@ def check_any(items: list[T], where: str | tuple[str, ...]) -> list[T]:
 
 def text_files(path: str | tuple[str, ...]) -> list[TextFile]:
     """Lists files, and those in folders but hidden ones, sorted by name."""
-    paths = [Path(p).expanduser() for p in ([path] if isinstance(path, str) else path)]
-    return sorted(file for p in paths for file in _walk(p))
+    paths = path if isinstance(path, (list, tuple)) else [path]
+    kinds = "a text file, a folder of them, or several"
+    return sorted(x for p in paths for x in _walk(data_path(p, "bytes", kinds)))
 
 
 def library_files() -> list[TextFile]:
@@ -204,7 +207,7 @@ def pieces(
     """
     buffer = ""
     try:
-        with file.path.open(encoding="utf-8", newline="") as f:
+        with file.path.open(encoding="utf-8-sig", newline="") as f:
             while chunk := f.read(PIECE):
                 buffer += chunk
                 cut = _last_cut(buffer)

@@ -156,6 +156,11 @@ class TokenWriter:
 
     def publish(self) -> None:
         """Completes the file and gives it its name."""
+        self.complete()
+        self._partial.rename(self.path)
+
+    def complete(self) -> None:
+        """Writes what is left to the disk: after it, `publish` needs no room."""
         width = self.dtype.itemsize
         entry = {"dtype": f"U{8 * width}", "shape": [self.size]}
         entry["data_offsets"] = [0, self.size * width]
@@ -165,7 +170,6 @@ class TokenWriter:
         self._file.write(len(header).to_bytes(8, "little") + header)
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._partial.rename(self.path)
 
     def __exit__(self, *_: object) -> None:
         self._partial.unlink(missing_ok=True)

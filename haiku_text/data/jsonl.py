@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
 TASKS["texts"] = TASKS["classes"]
 WHOLE = "text or a whole number"
+data_file = functools.partial(
+    data_path, name="jsonl", description="a file of JSON-lines, .csv or .parquet"
+)
 
 
 class Columns(NamedTuple):
@@ -92,7 +95,7 @@ def jsonl(
     completion. With `packing`, an example of a batch is a window; evaluation is of each
     line alone. Pairs of texts are held out by the first.
     """
-    file = data_path(path, "jsonl", "a file of JSON-lines, .csv or .parquet")
+    file = data_file(path)
     columns = Columns(text, text_pair, label, prompt, completion)
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
@@ -105,7 +108,7 @@ def jsonl(
         )
     training = [_line(*row, columns, labels) for row in rows]
     if validation_path is not None:
-        rows = read_rows(Path(validation_path).expanduser(), columns)
+        rows = read_rows(data_file(validation_path, key="validation_path"), columns)
         held_out = [_line(*row, columns, labels) for row in rows]
     else:
         training, held_out = _split(training, validation_fraction)

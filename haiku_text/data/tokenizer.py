@@ -47,7 +47,7 @@ class Tokenizer:
         self._literal = literal
         if source in (None, BYTES):
             return
-        path = Path(source).expanduser()
+        path = Path(source or "''").expanduser()  # Else it is the current folder.
         path = path / FILE if path.is_dir() else path
         if path.suffix == ".safetensors":
             possible = "a tokenizer.json, a folder with one, or None for bytes"
@@ -60,7 +60,7 @@ class Tokenizer:
                 "merges.txt, transformers' AutoTokenizer makes one with save_pretrained"
                 + download(path)
             )
-        ids = read_with(path, _read_ids)
+        ids, self._added = read_with(path, _read_ids)
         ends = [ids[name] for name in ([end] if end else END_OF_TEXT) if name in ids]
         if end and not ends:
             raise ConfigError(f"{path} has no token {end!r} to end a text with")
@@ -72,6 +72,13 @@ class Tokenizer:
         read = _tokenizers().Tokenizer.from_file
         with self._errors("read"):
             tokenizer = read_with(Path(self.name), lambda path: read(str(path)))
+        for token, number in self._added.items():  # The package counts them itself.
+            if (counted := tokenizer.token_to_id(token)) != number:
+                raise ConfigError(
+                    f"{self.name} has the added token {token!r} as {number}, and "
+                    f"tokenizers reads it as {counted}; possible are the numbers of "
+                    "the vocabulary, and those that follow it without a hole"
+                )
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = self._literal
@@ -215,18 +222,19 @@ def _cut_words(texts: Iterable[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def _read_ids(path: Path) -> dict[str, int]:
+def _read_ids(path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Reads the numbers of all tokens, and of the added ones, by name."""
     contents = read_json(path, most=2**28)
     vocab = contents["model"]["vocab"]
     if isinstance(vocab, list):  # With a score for each, as in Unigram models.
         vocab = {piece: i for i, (piece, _) in enumerate(vocab)}
-    added = contents.get("added_tokens") or []
-    ids = vocab | {token["content"]: token["id"] for token in added}
+    added = {x["content"]: x["id"] for x in contents.get("added_tokens") or []}
+    ids = vocab | added
     if not ids:
         raise ValueError("its vocabulary is empty")
     if not all(type(number) is int and 0 <= number < 2**31 for number in ids.values()):
         raise ValueError("its tokens are no whole numbers from 0")
-    return ids
+    return ids, added
 
 
 def _tokenizers() -> ModuleType:

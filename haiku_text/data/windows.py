@@ -47,8 +47,8 @@ def tokens(
     open_files = functools.partial(open_tokens, dtype=dtype, tensor=tensor)
     training, held_out = open_files(source, random=True), None
     if validation_path is not None:
-        path = Path(validation_path).expanduser()
-        held_out = open_files(path, random=False)
+        validation = data_path(validation_path, "tokens", kinds, "validation_path")
+        held_out = open_files(validation, random=False)
     elif count := _count_held_out(training, validation_fraction, validation_tokens):
         # Mapped once more: evaluation goes forward, and reading ahead helps it.
         forward, end = open_files(source, random=False), len(training)

@@ -97,8 +97,8 @@ def make_generate(
     are compiled: prefill, for prompts padded to a power of two, and decode. When the
     context is full, prefill reads its second half again.
 
-    Raises `ConfigError` if `sampling` does not fit; `generate` does if a prompt is
-    empty or has a token that the model has not.
+    Raises `ConfigError` if `sampling` does not fit; `generate` does if there is no
+    prompt, or one is empty or has a token that the model has not.
     """
     _check(sampling, model.vocabulary)
     # Why: docs/decisions/generation.md#one-forward
@@ -111,6 +111,8 @@ def make_generate(
         prompts: Sequence[Sequence[int]], num_tokens: int, params: Any = model.params
     ) -> Iterator[np.ndarray]:
         rows = [_fitting(prompt, model) for prompt in prompts]
+        if not rows:
+            raise ConfigError("there is no prompt; a model continues one or more")
         longest = max(map(len, rows))
         size = context
         if longest + num_tokens - 1 <= context:  # Else the whole context gets used.
@@ -157,7 +159,7 @@ def pieces(
 
 def _fitting(prompt: Sequence[int], model: LanguageModel) -> list[int]:
     """Checks a prompt, and cuts its beginning if it is longer than the context."""
-    if not prompt:
+    if len(prompt) == 0:  # It may be an array.
         raise ConfigError("a prompt has no tokens; a model continues some text")
     for place, token in enumerate(prompt):
         if not 0 <= token < model.vocabulary:

@@ -17,6 +17,7 @@ from haiku_template.params import flatten
 from haiku_template.pretrained import check_new, writing
 from haiku_text.huggingface import (
     describe,
+    export,
     export_like,
     export_new,
     restore,
@@ -165,6 +166,44 @@ def test_a_new_head_follows_and_the_tokenizer_comes_along(
         np.testing.assert_array_equal(flatten(again)[path], leaf)
 
 
+ANOTHER = '{"model": {"vocab": {"a": 0, "</s>": 2}}}'
+
+
+@pytest.mark.parametrize("kind", ["the source's", "another", "bytes"])
+def test_the_vocabulary_and_the_tokenizer_are_the_run_s(
+    copy_of, tmp_path, one_device, kind
+):
+    folder, out = copy_of("gpt2"), tmp_path / "out"
+    theirs = {"tokenizer.json": '{"model": {"vocab": {"a": 0}}}', "merges.txt": "a b"}
+    for name, content in theirs.items():
+        (folder / name).write_text(content)
+    (tmp_path / "another.json").write_text(ANOTHER)
+    tokenizers = {"another": tmp_path / "another.json", "bytes": "bytes"}
+    sizes, params = describe(folder).arguments, load(folder, one_device)
+    if kind != "the source's":
+        params["gpt/embed"]["embeddings"] = jnp.ones((7, 32))
+        sizes |= {"num_outputs": 7}
+    export(
+        *(out, params, gpt.family, one_device),
+        source=folder,
+        arguments=sizes,
+        class_names=(),
+        tokenizer=str(tokenizers.get(kind, folder)),
+    )
+    if kind == "the source's":
+        return assert_same_files(folder, out)
+    assert load(out, one_device)["gpt/embed"]["embeddings"].shape == (7, 32)
+    old, new = (describe(x).config for x in (folder, out))
+    end = {"another": 2, "bytes": 0}[kind]
+    assert new == old | {"vocab_size": 7, "bos_token_id": None, "eos_token_id": end}
+    files = {path.name: path for path in out.iterdir()}
+    assert not {"merges.txt", "generation_config.json"} & files.keys()
+    assert ("tokenizer.json" in files) == (kind == "another")
+    if kind == "another":
+        assert files["tokenizer.json"].read_text() == ANOTHER
+    return None
+
+
 def test_the_index_counts_what_was_added(copy_of, tmp_path, one_device):
     folder, out = copy_of("gpt2"), tmp_path / "out"
     params = load(folder, one_device) | {"extra": {"w": jnp.ones(3)}}
@@ -256,14 +295,14 @@ def test_a_place_that_cannot_be_is_refused(references, tmp_path, one_device):
 
 def test_a_parameter_without_a_name_is_refused(references, tmp_path, one_device):
     params = load(references / "bert", one_device) | {"odd": {"w": jnp.ones(1)}}
-    for export in (
+    for write in (
         lambda: export_new(tmp_path / "out", params, BERT, one_device, config={}),
         lambda: export_like(
             references / "bert", tmp_path / "out", params, BERT, one_device
         ),
     ):
         with pytest.raises(ConfigError, match="names no tensor for odd/w; nothing"):
-            export()
+            write()
     assert not (tmp_path / "out").exists()
 
 

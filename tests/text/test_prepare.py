@@ -220,6 +220,33 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, bpe, term
     assert b"tokens (uint16) of 30 files" in said
 
 
+@pytest.mark.parametrize("where", ["a reader that is gone", "a full disk"])
+def test_what_cannot_be_printed_loses_no_work(tmp_path, bpe, where):
+    source, out = write_texts(tmp_path / "in"), tmp_path / "out"
+    out.mkdir()
+    flags = [f"--input={source}", f"--tokenizer={bpe}", f"--output={out}/a.safetensors"]
+    flags.append(f"--validation_output={out}/v.safetensors")
+    reader, writer = os.pipe()
+    os.close(reader)
+    if where == "a full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), writer)
+    done = subprocess.run(
+        [sys.executable, "-c", REPORTING, *flags],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    if where == "a full disk":
+        assert_fails(done, "standard output: No space left on device", code=74)
+    else:
+        assert (done.stderr, done.returncode) == ("", 0)
+    names = ["a.safetensors", "tokenizer.json", "v.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == names
+
+
 # What it refuses
 
 
@@ -261,6 +288,8 @@ def test_nothing_is_overwritten(tmp_path, bpe):
         (["--validation_fraction=0.3"], "needs --validation_output, which is for"),
         (["--tokenizer=bytes"], "the data set bytes reads text as it is"),
         (["--input="], "--input is needed"),
+        (["--validation_output="], "--validation_output= is empty"),
+        (["--end_of_text="], "--end_of_text= is empty"),
         (["--input=/dev/null"], "/dev/null is no regular file"),
         (["surplus"], "unexpected argument 'surplus'"),
     ],

@@ -222,6 +222,21 @@ def test_a_path_where_nothing_is_is_named(tmp_path):
         load((str(tmp_path / "a.txt"), str(tmp_path / "b.txt")))
 
 
+@pytest.mark.parametrize("path", ["", ("a.txt", "")])
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch, path):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    with refuses("bytes needs a text file", "--config.data.path=PATH"):
+        load(path, context=1)
+
+
+def test_a_path_may_be_a_number_or_no_text(tmp_path, monkeypatch):
+    (tmp_path / "2024").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for path in (2024, Path("2024"), [Path("2024")]):
+        assert [x.content for x in text.read_documents(path)] == [b"text"]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     # Even root may open this one and not read it.
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")
@@ -260,3 +275,12 @@ def test_a_file_of_prompts_has_one_in_each_line(tmp_path):
     assert text.prompt_file(str(path)) == ["a\u2028b", "c\x0cd", "", "e"]
     path.write_text("")
     assert text.prompt_file(str(path)) == []
+    path.write_bytes(b"one\rline\nnext\r\n")
+    assert text.prompt_file(str(path)) == ["one\rline", "next"]
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffä\r\n".encode())
+    assert [x.content for x in text.read_documents(str(path))] == ["ä\r\n".encode()]
+    assert [*text.pieces(text.TextFile("a.txt", path))] == ["ä\r\n"]

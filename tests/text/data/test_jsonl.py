@@ -287,6 +287,7 @@ def test_other_mistakes_are_refused(tmp_path, labelled):
     refuse("line 2 of .* is not UTF-8", path=str(tmp_path / "latin.jsonl"))
     refuse("none.jsonl does not exist; .* holds", path=str(tmp_path / "none.jsonl"))
     refuse("config.data.path=PATH", path=None)
+    refuse("config.data.validation_path=PATH", validation_path="")
     refuse("validation_fraction=1", validation_fraction=1)
     refuse("context=0", context=0)
     refuse("config.task.name is regression", BatchSpec(8, labels="numbers"))

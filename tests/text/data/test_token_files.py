@@ -200,6 +200,8 @@ def test_a_missing_path_is_named(tmp_path):
     with refuses(tmp_path / "val.npy", "does not exist"):
         train = write(tmp_path / "a.npy")
         load(train, context=8, validation_path=str(tmp_path / "val.npy"))
+    with refuses("tokens needs", "--config.data.validation_path=PATH"):
+        load(train, context=8, validation_path="")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npy"])

@@ -1,5 +1,6 @@
 """Tokens are those of tokenizer.json, or bytes; as text, they come back whole."""
 
+import json
 import re
 import sys
 
@@ -157,12 +158,38 @@ def test_a_model_that_the_library_does_not_know_is_refused(tmp_path):
         Tokenizer(tmp_path).encode(["a"])
 
 
+@pytest.mark.parametrize(("name", "number"), [("<end>", 20), ("a", 8)])
+def test_an_added_token_that_the_library_numbers_otherwise_is_refused(
+    folder, name, number
+):
+    contents = json.loads((folder / "tokenizer.json").read_text())
+    added = {"id": number, "content": name, "special": True, "normalized": False}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    contents["added_tokens"] = [added]
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
+    counted = {"<end>": 8, "a": 4}[name]
+    words = f"'{name}' as {number}, and tokenizers reads it as {counted}; possible"
+    with pytest.raises(ConfigError, match=words):
+        Tokenizer(folder).encode(["a"])
+    added["id"] = counted
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
+    assert Tokenizer(folder, end=name).end == counted
+    assert Tokenizer(folder).encode(["a"]) == [[4]]
+
+
 def test_a_path_without_a_tokenizer_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "other.json"):
         with pytest.raises(ConfigError, match="does not exist.*bytes.*AutoTokenizer"):
             Tokenizer(path)
     with pytest.raises(ConfigError, match="holds parameters and no tokenizer"):
         Tokenizer(tmp_path / "model.safetensors")
+
+
+def test_an_empty_path_is_no_tokenizer_of_the_current_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert Tokenizer(".").size == len(VOCABULARY)
+    with pytest.raises(ConfigError, match="the tokenizer '' does not exist; possible"):
+        Tokenizer("")
 
 
 def test_without_the_library_the_vocabulary_is_known_and_encoding_names_the_extra(

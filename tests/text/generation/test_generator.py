@@ -158,12 +158,26 @@ def test_settings_that_do_not_fit_are_refused(model, sampling, words):
     ("prompt", "words"),
     [
         ([], "a prompt has no tokens"),
+        (np.array([], int), "a prompt has no tokens"),
+        (np.array([3, 256]), "token 1 of the prompt is 256, and the model has 256"),
         ([3, 256], "token 1 of the prompt is 256, and the model has 256 tokens"),
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(model, prompt, words):
     with pytest.raises(ConfigError, match=words):
         make_generate(DEVICES, model, GREEDY)([prompt], 5)
+
+
+def test_prompts_may_be_arrays_and_are_one_at_least(model):
+    expected = written(model, ["\0", "my"], 2)
+    generate = GENERATE[id(model), GREEDY]
+    for prompts in ([np.array([0]), np.array([109, 121])], [[0], [109, 121]]):
+        with DEVICES.explicit_transfers():
+            tokens = np.stack([*generate(prompts, 2)], axis=1)
+        assert tokens.tolist() == expected
+    for prompts in ([], np.zeros((0, 3), int)):
+        with pytest.raises(ConfigError, match="there is no prompt; a model continues"):
+            generate(prompts, 2)
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
