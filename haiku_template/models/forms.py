@@ -64,24 +64,15 @@ def with_state(model: Any) -> hk.TransformedWithState:
     """
     if isinstance(model, PerExample):
         return model
+    if not isinstance(model, hk.Transformed | hk.TransformedWithState):
+        raise _not_transformed(model)
     stateless = isinstance(model, hk.Transformed)
-    if isinstance(model, hk.MultiTransformed | hk.MultiTransformedWithState):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}, which has several functions; "
-            "possible is one of them, hk.Transformed(model.init, "
-            "lambda params, rng, x: model.apply[0](params, rng, x))"
-        )
-    if not stateless and not isinstance(model, hk.TransformedWithState):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}; it must be what hk.transform or "
-            f"hk.transform_with_state makes of {FORWARDS}"
-        )
     functions, place = (model.init, model.apply), 1 if stateless else 2
     of_init, of_apply = ([*inspect.signature(f).parameters.values()] for f in functions)
     takes_rng = len(of_apply) - len(of_init) == place  # Behind params, and state.
-    forward = of_init[1:]
-    if all(x.kind not in BY_PLACE for x in forward) and of_apply[place + 1 :]:
-        takes_rng, forward = True, of_apply[place + 1 :]  # A user's: it has the names.
+    forward, own = of_init[1:], of_apply[place + 1 :]
+    if [any(x.kind in BY_PLACE for x in y) for y in (forward, own)] == [False, True]:
+        takes_rng, forward = True, own  # A user's, who names them there.
     arguments = _forward_arguments(forward)
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
@@ -97,6 +88,20 @@ def with_state(model: Any) -> hk.TransformedWithState:
         return model.apply(params, state, *args, **kwargs)
 
     return hk.TransformedWithState(init, apply)
+
+
+def _not_transformed(model: Any) -> ConfigError:
+    kind = type(model).__name__
+    if isinstance(model, hk.MultiTransformed | hk.MultiTransformedWithState):
+        return ConfigError(
+            f"the model is a {kind}, which has several functions; possible is one of "
+            "them, hk.Transformed(model.init, "
+            "lambda params, rng, x: model.apply[0](params, rng, x))"
+        )
+    return ConfigError(
+        f"the model is a {kind}; it must be what hk.transform or "
+        f"hk.transform_with_state makes of {FORWARDS}"
+    )
 
 
 def task_rng(rng: jax.Array | None) -> jax.Array | None:

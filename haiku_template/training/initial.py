@@ -252,24 +252,24 @@ def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Trace
             if (of_batch := trace(size))[2]:
                 return of_batch
         raise
-    if not one[2] and (name := _state_of_rows(one[1], lambda: trace(2)[1])):
+    if one[2]:
+        return trace(size)
+    leaves = flatten(one[1]["net_state"])
+    rows = [k for k, x in leaves.items() if x.shape[:1] == (1,)]
+    # Norms' are [1, ..., C]: another trace takes time.
+    if not all(f"{k.rpartition('/')[0]}/average" in leaves for k in rows):
+        _check_no_rows(rows, flatten(trace(2)[1]["net_state"]))
+    return one
+
+
+def _check_no_rows(paths: list[str], of_two: dict[str, Any]) -> None:
+    """Raises `ConfigError` for network state that has a row for each example."""
+    if name := next((k for k in paths if of_two[k].shape[:1] == (2,)), ""):
         raise ConfigError(
             f"the model's network state {name} has a row for each example, and one "
             "state is for batches of any size; a state that is carried from batch to "
             "batch is of a train step of your own: docs/extend.md"
         )
-    return trace(size) if one[2] else one
-
-
-def _state_of_rows(shapes: Any, of_two: Callable[[], Any]) -> str:
-    """Path of network state that has a row for each example; "" if there is none."""
-    leaves = flatten(shapes["net_state"])
-    rows = [k for k, x in leaves.items() if x.shape[:1] == (1,)]
-    # Norms' are [1, ..., C]: another trace takes time.
-    if all(f"{k.rpartition('/')[0]}/average" in leaves for k in rows):
-        return ""
-    two = flatten(of_two()["net_state"])
-    return next((k for k in rows if two[k].shape[:1] == (2,)), "")
 
 
 def dependents(

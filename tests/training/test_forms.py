@@ -140,6 +140,15 @@ def test_a_model_made_by_hand_takes_what_its_apply_names(init):
     np.testing.assert_array_equal(outputs, -expected)
 
 
+def starred(*args, is_training=False):
+    return hk.Linear(2)(args[0])
+
+
+def test_a_starred_model_without_an_rng_is_given_none(one_device):
+    model = hk.transform(starred)
+    assert losses(one_device, hk.without_apply_rng(model)) == losses(one_device, model)
+
+
 @pytest.mark.parametrize("make", [hk.multi_transform, hk.multi_transform_with_state])
 def test_a_model_of_several_functions_is_told_how_to_be_one(make):
     with pytest.raises(ConfigError, match=r"has several functions; possible is one"):
