@@ -169,18 +169,14 @@ class Display:
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
-def preamble(
-    trainer: Any, state: Any, report: Any, start: int, hooks: Sequence[Any]
-) -> list[Any]:
+def preamble(trainer: Any, state: Any, report: Any, start: int, hooks: Any) -> list:
     """Lines shown before step 0: devices, parameters, batch for each device."""
     devices, feed = trainer.devices, trainer.feed
     resumed = f", resumed at step {start}" if start else ""
     from_batch = () if start else trainer.initializer.from_batch
     share = feed.batch_size // devices.num_devices
-    calls = ""
-    if feed.steps_per_call > 1:
-        number = "1 step" if hooks else f"{feed.steps_per_call} steps"
-        calls = f", {number} a call" + " for its hooks" * bool(hooks)
+    steps = 1 if hooks else feed.steps_per_call
+    calls = f", {steps} steps a call" * (steps > 1)
     if size := getattr(trainer.experiment.data.train, "num_examples", None):
         epochs = report.num_steps * feed.batch_size / size
         calls += f"; {report.num_steps:,} steps = {epochs:,.4g} epochs"
