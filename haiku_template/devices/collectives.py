@@ -1,5 +1,6 @@
 """Sums and averages over the devices, small leaves in buckets."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,5 +90,15 @@ def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., An
     if axis_name is None:
         return fn
     # Averages are the identity. Why: docs/decisions/devices.md#init-axis
-    mapped = jax.vmap(fn, in_axes=None, axis_name=axis_name, axis_size=1)
-    return lambda *args: jax.tree.map(lambda x: x[0], mapped(*args))
+    bound = functools.partial(jax.vmap, fn, None, axis_name=axis_name, axis_size=1)
+    return functools.partial(_on_one, bound)
+
+
+def _on_one(bound: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return bound(out_axes=None)(*args)
+    except ValueError as error:
+        if "out_axes is None" not in str(error):
+            raise
+    # The function asks which device it is on, as by `jax.lax.axis_index`.
+    return jax.tree.map(lambda x: x[0], bound()(*args))

@@ -176,7 +176,7 @@ def preamble(trainer: Any, state: Any, report: Any, start: int, hooks: Any) -> l
     from_batch = () if start else trainer.initializer.from_batch
     share = feed.batch_size // devices.num_devices
     steps = 1 if hooks else feed.steps_per_call
-    calls = f", {steps} steps a call" * (steps > 1)
+    calls = f", {steps} steps a call" if steps > 1 else ""
     if size := getattr(trainer.experiment.data.train, "num_examples", None):
         epochs = report.num_steps * feed.batch_size / size
         calls += f"; {report.num_steps:,} steps = {epochs:,.4g} epochs"
