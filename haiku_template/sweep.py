@@ -36,6 +36,8 @@ from haiku_template.errors import (
     DataError,
     MemoryFullError,
     NonFiniteError,
+    PlacementError,
+    ReplicaError,
     StorageError,
 )
 
@@ -48,6 +50,7 @@ flags.adopt_module_key_flags(cli)
 POLL_SECONDS = 0.1
 # Ends of one run, whose sweep goes on.
 ENDS = ConfigError, NonFiniteError, MemoryFullError, StorageError, DataError
+ENDS += (PlacementError,)
 ENDING = "received: the runs end, and save; the same command resumes them"
 
 
@@ -104,7 +107,7 @@ def _train_here(members: list[Member]) -> dict[str, int]:
                 codes[name] = 0
                 start.run(member.config, devices, str(member.workdir))
         except ENDS as error:
-            if FLAGS.only is not None:
+            if FLAGS.only is not None or isinstance(error, ReplicaError):
                 raise
             print(f"error: {name}: {error}", file=sys.stderr, flush=True)
             codes[name] = error.exit_code

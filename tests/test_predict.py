@@ -1,6 +1,7 @@
 """New examples for a finished run: every kind of file, by a command and in Python."""
 
 import functools
+import inspect
 import json
 import subprocess
 import sys
@@ -76,6 +77,13 @@ def test_a_run_is_opened_at_a_step_by_its_number(workdir, one_device):
     for which in (2, "2"):
         with pytest.raises(ConfigError, match="--checkpoint=2 is not in"):
             Run.open(workdir, one_device, which).predict(NEW)
+
+
+def test_a_model_keeps_its_signature_on_any_devices(workdir, devices):
+    model, variables = Run.open(workdir, devices).model()
+    assert [*inspect.signature(model).parameters] == ["variables", "inputs", "rng"]
+    with_key = jax.jit(model)(variables, NEW, rng=jax.random.key(0))
+    np.testing.assert_array_equal(with_key, jax.jit(model)(variables, inputs=NEW))
 
 
 def test_predictions_do_not_depend_on_devices_or_batches(workdir, devices, expected):

@@ -112,7 +112,12 @@ members = sweep.combinations(digits.get_config(), Path("absent"), ["seed=1,2"])
 print(sweep._train_here(members))
 """
 ENDS = [("ConfigError", 64), ("NonFiniteError", 70), ("MemoryFullError", 77)]
-ENDS += [("StorageError", 74), ("DamagedError", 74), ("DataError", 71)]
+ENDS += [
+    ("PlacementError", 64),
+    ("StorageError", 74),
+    ("DamagedError", 74),
+    ("DataError", 71),
+]
 
 
 @pytest.mark.parametrize(("error", "code"), ENDS)

@@ -90,15 +90,16 @@ def with_axis(fn: Callable[..., Any], axis_name: str | None) -> Callable[..., An
     if axis_name is None:
         return fn
     # Averages are the identity. Why: docs/decisions/devices.md#init-axis
-    bound = functools.partial(jax.vmap, fn, None, axis_name=axis_name, axis_size=1)
-    return functools.partial(_on_one, bound)
+    return functools.update_wrapper(functools.partial(_on_one, fn, axis_name), fn)
 
 
-def _on_one(bound: Callable[..., Any], *args: Any) -> Any:
+def _on_one(fn: Callable, axis_name: str, *args: Any, **kwargs: Any) -> Any:
+    call = lambda args, kwargs: fn(*args, **kwargs)  # noqa: E731
+    bound = functools.partial(jax.vmap, call, None, axis_name=axis_name, axis_size=1)
     try:
-        return bound(out_axes=None)(*args)
+        return bound(out_axes=None)(args, kwargs)
     except ValueError as error:
         if "out_axes is None" not in str(error):
             raise
     # The function asks which device it is on, as by `jax.lax.axis_index`.
-    return jax.tree.map(lambda x: x[0], bound()(*args))
+    return jax.tree.map(lambda x: x[0], bound()(args, kwargs))

@@ -72,7 +72,8 @@ def with_state(model: Any) -> hk.TransformedWithState:
     takes_rng = len(of_apply) - len(of_init) == place  # Behind params, and state.
     forward, own = of_init[1:], of_apply[place + 1 :]
     if [any(x.kind in BY_PLACE for x in y) for y in (forward, own)] == [False, True]:
-        takes_rng, forward = True, own  # A user's, who names them there.
+        takes_rng = not SWITCH.fullmatch(own[0].name)  # A user's, who names them.
+        forward = own if takes_rng else of_apply[place:]
     arguments = _forward_arguments(forward)
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:

@@ -257,16 +257,20 @@ def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Trace
     leaves = flatten(one[1]["net_state"])
     rows = [k for k, x in leaves.items() if x.shape[:1] == (1,)]
     # Norms' are [1, ..., C]: another trace takes time.
-    if not all(f"{k.rpartition('/')[0]}/average" in leaves for k in rows):
-        _check_no_rows(rows, flatten(trace(2)[1]["net_state"]))
+    norms = [k for k in rows if f"{k.rpartition('/')[0]}/average" in leaves]
+    if size > 1 and norms != rows:
+        _check_no_rows(rows, size, lambda: flatten(trace(size)[1]["net_state"]))
     return one
 
 
-def _check_no_rows(paths: list[str], of_two: dict[str, Any]) -> None:
+def _check_no_rows(paths: list[str], size: int, of_batch: Callable[[], Any]) -> None:
     """Raises `ConfigError` for network state that has a row for each example."""
-    if name := next((k for k in paths if of_two[k].shape[:1] == (2,)), ""):
+    leaves: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # A device has a part of the batch.
+        leaves = of_batch()
+    if odd := [k for k in paths if k in leaves and leaves[k].shape[:1] == (size,)]:
         raise ConfigError(
-            f"the model's network state {name} has a row for each example, and one "
+            f"the model's network state {odd[0]} has a row for each example, and one "
             "state is for batches of any size; a state that is carried from batch to "
             "batch is of a train step of your own: docs/extend.md"
         )

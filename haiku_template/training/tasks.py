@@ -27,9 +27,8 @@ LABELS = ("classes", "numbers", "tokens", "any")
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
 # What one array of a batch would be called, and not a dictionary of several.
-# Names whose values a task is not given.
-NO_FACTS = ("net_state", "state", "opt_state", "train", "training")
 OF_A_BATCH = ("labels", "label", "targets", "target", "y", "y_true")
+NO_FACTS = ("net_state", "opt_state")  # A task is not given these.
 NUMBERS = jax.Array | np.ndarray | np.generic | int | float
 # Scalars beside a task's.
 OF_THE_STEP = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")

@@ -216,14 +216,14 @@ class Trainer:
         The state is donated; the batch is from `batches` or, where the data are not
         staged, from `devices.shard`: `ConfigError`.
         """
-        if self.experiment.exact_elastic is not None:
-            new, scalars = self.advance(state, range(1), batch)
-            return new, scalars.first()
         if self.feed.staged is not None and not isinstance(batch, StagedBatch):
             raise ConfigError(
                 "the training data are staged, and a step takes a batch of "
                 "Trainer.batches; with placement='host' it takes one of devices.shard"
             )
+        if self.experiment.exact_elastic is not None:
+            new, scalars = self.advance(state, range(1), batch)
+            return new, scalars.first()
         # A staged batch is two arguments: the set's arrays, and row numbers.
         last = batch if isinstance(batch, StagedBatch) else (batch,)
         new, scalars = self._step(*state.arguments(), *last)

@@ -140,12 +140,26 @@ def test_a_model_made_by_hand_takes_what_its_apply_names(init):
     np.testing.assert_array_equal(outputs, -expected)
 
 
+def test_a_model_made_by_hand_may_take_a_flag_and_no_rng():
+    called = lambda params, x, is_training: SEVERAL.apply[1](params, None, x)  # noqa: E731
+    init = lambda rng, *x: SEVERAL.init(rng, x[0])  # noqa: E731
+    model = with_state(hk.Transformed(init, called))
+    params, state = model.init(jax.random.key(0), INPUTS, True)
+    outputs, _ = model.apply(params, state, None, INPUTS, True)
+    np.testing.assert_array_equal(outputs, -SEVERAL.apply[0](params, None, INPUTS))
+
+
 def starred(*args, is_training=False):
     return hk.Linear(2)(args[0])
 
 
-def test_a_starred_model_without_an_rng_is_given_none(one_device):
-    model = hk.transform(starred)
+def wide(*args, **kwargs):
+    return hk.Linear(2)(args[0])
+
+
+@pytest.mark.parametrize("forward", [starred, wide])
+def test_a_starred_model_without_an_rng_is_given_none(one_device, forward):
+    model = hk.transform(forward)
     assert losses(one_device, hk.without_apply_rng(model)) == losses(one_device, model)
 
 

@@ -1,5 +1,7 @@
 """Network state keeps its leaves, whatever the model computes them in."""
 
+import dataclasses
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -147,3 +149,11 @@ def test_each_step_has_its_own_batch_where_one_dictionary_is_filled_anew(devices
     with made.batches(0, 3) as batches:
         labels = [devices.fetch(batch)["labels"].reshape(-1) for batch in batches]
     np.testing.assert_array_equal(labels, LABELS.reshape(3, 8))
+
+
+def test_a_state_of_one_example_a_batch_is_no_state_of_rows(tmp_path, one_device):
+    """Its batches are of one: more rows are not traced."""
+    one = ArrayDataset(INPUTS, LABELS, BatchSpec(1))
+    data = Data(one, EvaluationSet(INPUTS, LABELS, 1), 2)
+    whole = dataclasses.replace(experiment(carrying), data=data)
+    assert train(whole.trainer(one_device), num_steps=2, workdir=tmp_path).metrics
