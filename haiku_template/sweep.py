@@ -48,9 +48,9 @@ flags.DEFINE_integer("parallel", 1, "Processes that train at a time.", lower_bou
 flags.DEFINE_string("only", None, "Name of the one combination to train.")
 flags.adopt_module_key_flags(cli)
 POLL_SECONDS = 0.1
-# Ends of one run, whose sweep goes on.
-ENDS = ConfigError, NonFiniteError, MemoryFullError, StorageError, DataError
-ENDS += (PlacementError,)
+# Errors that end one run of a sweep, and not the others.
+OF_A_RUN = ConfigError, NonFiniteError, MemoryFullError, StorageError, DataError
+OF_A_RUN += (PlacementError,)
 ENDING = "received: the runs end, and save; the same command resumes them"
 
 
@@ -106,7 +106,8 @@ def _train_here(members: list[Member]) -> dict[str, int]:
             if not state:
                 codes[name] = 0
                 start.run(member.config, devices, str(member.workdir))
-        except ENDS as error:
+        except OF_A_RUN as error:
+            # A device whose replicas differ is no other run's, either.
             if FLAGS.only is not None or isinstance(error, ReplicaError):
                 raise
             print(f"error: {name}: {error}", file=sys.stderr, flush=True)

@@ -70,10 +70,11 @@ def with_state(model: Any) -> hk.TransformedWithState:
     functions, place = (model.init, model.apply), 1 if stateless else 2
     of_init, of_apply = ([*inspect.signature(f).parameters.values()] for f in functions)
     takes_rng = len(of_apply) - len(of_init) == place  # Behind params, and state.
-    forward, own = of_init[1:], of_apply[place + 1 :]
-    if [any(x.kind in BY_PLACE for x in y) for y in (forward, own)] == [False, True]:
-        takes_rng = not SWITCH.fullmatch(own[0].name)  # A user's, who names them.
-        forward = own if takes_rng else of_apply[place:]
+    forward, behind = of_init[1:], of_apply[place + 1 :]
+    named = [x.name for x in behind if x.kind in BY_PLACE]
+    if named and all(x.kind not in BY_PLACE for x in forward):  # Made by hand.
+        takes_rng = not SWITCH.fullmatch(named[0])
+        forward = behind if takes_rng else of_apply[place:]
     arguments = _forward_arguments(forward)
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:

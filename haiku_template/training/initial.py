@@ -227,9 +227,7 @@ def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any
         example = ordered(policy.cast_to_param(example), example)
         params, net_state = recipe.model.init(rng, example, True)
     except Exception as error:
-        part = "all" if inputs is batch else "inputs alone"
-        note = f"Of a batch of {names} the model was given {part}."
-        error.add_note(note + _of_bytes(example))
+        error.add_note(_given(names, inputs is batch, example))
         raise
     return {"params": params, "net_state": net_state}
 
@@ -349,13 +347,15 @@ def _check_names(params: hk.Params) -> None:
             )
 
 
-def _of_bytes(inputs: Any) -> str:
+def _given(names: str, is_whole: bool, inputs: Any) -> str:
+    part = "all" if is_whole else "inputs alone"
+    note = f"Of a batch of {names} the model was given {part}."
     if all(x.dtype != jnp.uint8 for x in jax.tree.leaves(inputs)):
-        return ""
+        return note
     return (
-        " The inputs are bytes, as the data has them; --config.data.scale_pixels=True, "
-        "or from_split(..., preprocess=images.scale_pixels), makes numbers in [0, 1] "
-        "of them."
+        f"{note} The inputs are bytes, as the data has them; "
+        "--config.data.scale_pixels=True, or from_split(..., "
+        "preprocess=images.scale_pixels), makes numbers in [0, 1] of them."
     )
 
 

@@ -99,9 +99,9 @@ def make_optimizer(
       name: an optimizer of optax or optax.contrib that takes a learning rate, or
         `module:function`.
       weight_decay: times the learning rate, for `matrices`, or all where optax's has no
-        mask; with `sgd`, `lars` and `adadelta` it is L2 regularization, added to the
-        gradient, and with those that estimate their rate (`dog`, `dowg`,
-        `dadapt_adamw`, `cocob`) times that.
+        mask; with `sgd`, `lars`, `adadelta`, `madgrad` and `cocob` L2 regularization,
+        added to the gradient; with `lamb` within the trust ratio; with those that
+        estimate their rate (`dog`, `dowg`, `dadapt_adamw`, `prodigy`) times that.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises `ConfigError` for another name, or a key that this optimizer does not take.

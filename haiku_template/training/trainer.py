@@ -213,8 +213,8 @@ class Trainer:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Makes one update; returns the new state and the step's scalars.
 
-        The state is donated; the batch is from `batches` or, where the data are not
-        staged, from `devices.shard`: `ConfigError`.
+        The state is donated. The batch is from `batches`, or from `devices.shard`,
+        which is a `ConfigError` where the data are staged.
         """
         if self.feed.staged is not None and not isinstance(batch, StagedBatch):
             raise ConfigError(

@@ -25,6 +25,15 @@ def example(size, batch_size):
     return Data(train, EvaluationSet(inputs, labels, batch_size), 3)
 
 
+def trainer_of(forward, data, devices):
+    return Experiment(
+        model=hk.transform(forward),
+        task=classification,
+        data=data,
+        optimizer=optax.sgd(0.1),
+    ).trainer(devices)
+
+
 def test_a_model_that_knows_its_device_is_evaluated(tmp_path, devices):
     """As losses are whose negatives are of all devices."""
     axis = devices.axis_name
@@ -34,12 +43,7 @@ def test_a_model_that_knows_its_device_is_evaluated(tmp_path, devices):
         return hk.Linear(3)(x) + jnp.float32(place)
 
     data = example(24, 8)
-    trainer = Experiment(
-        model=hk.transform(forward),
-        task=classification,
-        data=data,
-        optimizer=optax.sgd(0.1),
-    ).trainer(devices)
+    trainer = trainer_of(forward, data, devices)
     result = train(trainer, num_steps=2, workdir=tmp_path)
     assert np.isfinite(result.metrics["eval/loss"])
 
@@ -206,12 +210,7 @@ def test_padding_that_gives_nan_does_not_count(one_device):
     def forward(inputs, is_training):
         return hk.Linear(3)(inputs / jnp.abs(inputs).sum(axis=1, keepdims=True))
 
-    trainer = Experiment(
-        model=hk.transform(forward),
-        task=classification,
-        data=data,
-        optimizer=optax.sgd(0.1),
-    ).trainer(one_device)
+    trainer = trainer_of(forward, data, one_device)
     state = trainer.init()
     metrics = trainer.evaluate(state, data.evaluation)
     assert np.isfinite(metrics["eval/loss"])
