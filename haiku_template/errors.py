@@ -49,6 +49,10 @@ class NonFiniteError(RuntimeError):
     exit_code = 70
 
 
+class EvaluationError(NonFiniteError):
+    """A loss of an evaluation that is infinite or NaN, of a state that is neither."""
+
+
 class ReplayError(RuntimeError):
     """A step that gave other bits when it was made again."""
 

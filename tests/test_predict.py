@@ -16,7 +16,7 @@ from PIL import Image
 
 from haiku_template.config import default_config
 from haiku_template.data import BatchSpec, Data, Split, from_split
-from haiku_template.data.examples import as_dataset, read_examples
+from haiku_template.data.examples import as_dataset, as_labelled, read_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
@@ -132,6 +132,42 @@ def test_what_only_a_loss_takes_is_not_needed_for_outputs():
         ConfigError, match="of examples has .* the run inputs; the names"
     ):
         as_dataset({"inputs": batch["inputs"], "token": X[:8]}, data, 8)
+
+
+WEIGHTED = {"inputs": X[:8], "labels": Y[:8], "example_weight": np.ones(8)}
+WHOLE = {"inputs": X[:8], "targets": X[:8], "labels": Y[:8]}
+
+
+@pytest.mark.parametrize("left_out", [["example_weight"], ["example_weight", "labels"]])
+def test_what_the_model_does_not_take_is_not_needed_for_outputs(tmp_path, left_out):
+    data = Data(SimpleNamespace(batch=lambda step: WEIGHTED), None, 4)
+    new = {k: x for k, x in WEIGHTED.items() if k not in left_out}
+    assert as_dataset(new, data, 8).batch(0).keys() == new.keys()
+    np.savez(tmp_path / "new.npz", **new)
+    read = read_examples(str(tmp_path / "new.npz"), data, 8).dataset
+    assert read.batch(0).keys() == new.keys()
+    words = "names must agree" if "labels" in new else "has no labels, which"
+    for examples in (new, read):  # To evaluate, all of it is needed.
+        with pytest.raises(ConfigError, match=words):
+            as_labelled(examples, data, 8, "new")
+
+
+def test_columns_of_a_table_are_those_of_what_the_model_takes(tmp_path):
+    data = Data(SimpleNamespace(batch=lambda step: WEIGHTED), None, 4)
+    header, row = "a,b,c,d,e,f", "1,1,1,1,1,1"
+    for names, values in ((header, row), (f"{header},example_weight", f"{row},2")):
+        (tmp_path / "new.csv").write_text(f"{names}\n{values}\n")
+        batch = read_examples(str(tmp_path / "new.csv"), data, 8).dataset.batch(0)
+        assert ("example_weight" in batch) == ("weight" in names)
+        np.testing.assert_array_equal(batch["inputs"], np.ones((1, 2, 3)))
+
+
+def test_a_model_that_takes_the_whole_batch_needs_all_but_labels():
+    data = Data(SimpleNamespace(batch=lambda step: WHOLE), None, 4)
+    with pytest.raises(ConfigError, match="has inputs, and a batch of the run inputs"):
+        as_dataset({"inputs": X[:8]}, data, 8, whole_batch=True)
+    new = {"inputs": X[:8], "targets": X[:8]}
+    assert as_dataset(new, data, 8, whole_batch=True).batch(0).keys() == new.keys()
 
 
 def test_a_run_opens_without_devices(workdir):

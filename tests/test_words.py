@@ -12,6 +12,7 @@ from haiku_template.data import (
     BatchSpec,
     Data,
     Split,
+    bucketed,
     count_examples,
     from_iterator,
     from_split,
@@ -285,6 +286,41 @@ def test_epochs_are_of_the_batches_that_the_data_makes(config, tmp_path):
 def test_one_epoch_holds_each_example(config, tmp_path):
     config.num_epochs = 1.0
     assert start.in_steps(config, CPU).num_steps == 9  # 70 examples in batches of 8.
+
+
+def of_lengths(spec):
+    """70 examples, each of its own number."""
+    lengths = np.random.default_rng(0).integers(1, 17, 70)
+    made = [
+        {"inputs": np.full((n, 1), i, np.float32), "labels": np.int32(i)}
+        for i, n in enumerate(lengths)
+    ]
+    return bucketed(made, spec, (4, 8, 16), num_outputs=70)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"), [(0.5, 5), (1, 9), (2, 18), (2.5, 22), (7, 63)]
+)
+def test_each_example_of_buckets_is_in_as_many_batches_as_whole_epochs(
+    config, epochs, steps
+):
+    config.data, config.num_epochs = {"name": "tests.test_words:of_lengths"}, epochs
+    assert start.in_steps(config, CPU).num_steps == steps
+    train = of_lengths(BatchSpec(8)).train
+    seen = [train.batch(step)["labels"] for step in range(steps)]
+    assert np.bincount(np.concatenate(seen), minlength=70).min() >= int(epochs)
+
+
+def test_epochs_of_random_windows_are_told_to_leave_tokens_out(
+    config, tmp_path, caplog
+):
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 40)
+    data = {"name": "bytes", "path": str(tmp_path / "text.txt"), "context": 8}
+    config.data, config.num_epochs = data, 1.0
+    for order, words in (("epochs", 0), ("random", 1)):
+        config.data.order = order
+        start.in_steps(config, CPU)
+        assert caplog.text.count("leaves out about a third of the tokens") == words
 
 
 def test_patience_without_evaluations_is_told(config, tmp_path, caplog):

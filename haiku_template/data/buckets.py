@@ -31,8 +31,9 @@ class Examples(Protocol):
 class BucketedDataset:
     """Shuffled full batches, each padded to the next of `lengths`, which rise.
 
-    A block is as many batches as fit an epoch: examples sorted by bucket, then cut into
-    batches, which are shuffled. A bucket's last batch ends with some of the next one.
+    A block is as many batches as hold an epoch, its last rows the next one's first:
+    examples sorted by bucket, then cut into batches, which are shuffled. A bucket's
+    last batch ends with some of the next one.
     """
 
     # Why: docs/decisions/data.md#buckets
@@ -51,9 +52,14 @@ class BucketedDataset:
         """Examples in an epoch."""
         return len(self.examples.sizes)
 
+    @property
+    def block_steps(self) -> int:
+        """Steps of a block: fewer leave out examples of its epoch."""
+        return -(-self.num_examples // self.spec.batch_size)
+
     def batch(self, step: int) -> Batch:
         """Makes this process's share of a batch: arrays [B / processes, ...]."""
-        count = max(len(self.examples.sizes) // self.spec.batch_size, 1)
+        count = self.block_steps
         rows, lengths = self._last_blocks(step // count, count)
         share = rows[step % count][self.spec.share()]
         return self.examples.batch(share, lengths[step % count])

@@ -5,7 +5,7 @@ run's own batches; what differs is a `ConfigError`. Imports no JAX.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from haiku_template.data.dataset import Data, Rows, class_numbers, each_shape
 from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
-from haiku_template.data.tables import OF_THE_LOSS, is_label, read_table
+from haiku_template.data.tables import OF_THE_LOSS, read_table
 from haiku_template.data.trees import leaves_by_path, map_leaves, nested
 from haiku_template.errors import ConfigError, need_package
 from haiku_template.registry import resolve
@@ -39,17 +39,21 @@ class Examples(NamedTuple):
     files: tuple[str, ...] = ()
 
 
-def read_examples(name: str, data: Data, batch_size: int) -> Examples:
+def read_examples(
+    name: str, data: Data, batch_size: int, whole_batch: bool = False
+) -> Examples:
     """Reads what `--inputs` names, for a run that was trained on `data`.
 
-    Raises `ConfigError` for what cannot be read, or is not as the run's batches.
+    `whole_batch` is its task's. Raises `ConfigError` for what cannot be read, or is not
+    as the run's batches.
     """
     if not name:  # As of a shell's variable; Path("") is the current folder.
         raise ConfigError(f"--inputs= is empty; {POSSIBLE}")
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
     if not path.exists() and ":" in name:
-        return Examples(as_dataset(resolve("--inputs", name, {})(), data, batch_size))
+        made = resolve("--inputs", name, {})()
+        return Examples(as_dataset(made, data, batch_size, whole_batch=whole_batch))
     if suffix in TABLES and data.read is not None:
         return Examples(data.read(path))
     like = each_shape(data.train)[0]
@@ -65,7 +69,9 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
     readers: dict[str, Callable[[Path], Any]] = {
         ".npy": lambda file: np.load(file, mmap_mode="r", allow_pickle=False),
         ".npz": lambda file: _read_npz(file, like),
-        **dict.fromkeys(TABLES, lambda file: read_table(file, like, data)),
+        **dict.fromkeys(
+            TABLES, lambda file: read_table(file, like, data, taken(like, whole_batch))
+        ),
     }
     if suffix not in readers:
         fault = f"--inputs={name} is of no kind that is read here"
@@ -74,16 +80,32 @@ def read_examples(name: str, data: Data, batch_size: int) -> Examples:
             fault = f"--inputs={path} does not exist; {path.parent} holds {near}"
         raise ConfigError(f"{fault}; {POSSIBLE}")
     arrays = read_with(path, readers[suffix])
-    return Examples(as_dataset(arrays, data, batch_size, name))
+    return Examples(as_dataset(arrays, data, batch_size, name, whole_batch))
+
+
+def taken(like: Any, whole_batch: bool) -> set[str]:
+    """Names of a batch that the model takes, as `models.forms.inputs_of` selects."""
+    names = _names(leaves_by_path(like))
+    is_alone = not whole_batch or names <= {"inputs", "labels"}
+    return {"inputs"} if "inputs" in names and is_alone else names - {*OF_THE_LOSS}
+
+
+def _names(paths: Iterable[str]) -> set[str]:
+    return {path.partition("/")[0] for path in paths}
 
 
 def as_dataset(
-    arrays: Any, data: Data, batch_size: int, where: str = "the set of examples"
+    arrays: Any,
+    data: Data,
+    batch_size: int,
+    where: str = "the set of examples",
+    whole_batch: bool = False,
 ) -> Any:
     """Makes an evaluation set of a tree of arrays [N, ...]; such a set stays one.
 
-    An array alone is the `inputs`. Raises `ConfigError`, which says `where`, for arrays
-    that are not as the batches of `data`.
+    An array alone is the `inputs`; those that the model does not take may be missing.
+    Raises `ConfigError`, which says `where`, for arrays that are not as the batches of
+    `data`.
     """
     if hasattr(arrays, "num_batches"):
         return arrays
@@ -94,15 +116,11 @@ def as_dataset(
         if is_tree or not isinstance(arrays, Mapping):
             arrays = {"inputs": arrays}
     leaves = leaves_by_path(arrays)
-    if isinstance(like, dict) and not any(map(is_label, leaves)):
-        there = {path.partition("/")[0] for path in leaves}
-        needed = like.keys() - {*OF_THE_LOSS} | there  # Outputs need no more.
+    if isinstance(like, dict):
+        needed = taken(like, whole_batch) | _names(leaves)  # Outputs need no more.
         like = {name: leaf for name, leaf in like.items() if name in needed}
     if leaves_by_path(like).keys() != leaves.keys():
-        raise ConfigError(
-            f"{where} has {', '.join(x or 'one array' for x in leaves)}, and a batch "
-            f"of the run {', '.join(leaves_by_path(like))}; the names must agree"
-        )
+        raise _other_names(where, leaves, like)
     counts = {path: len(x) if np.ndim(x) else 0 for path, x in leaves.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise ConfigError(
@@ -116,26 +134,36 @@ def as_dataset(
     return Rows(map_leaves(fit, like), batch_size)
 
 
+def _other_names(where: str, paths: Iterable[str], like: Any) -> ConfigError:
+    return ConfigError(
+        f"{where} has {', '.join(x or 'one array' for x in paths)}, and a batch "
+        f"of the run {', '.join(leaves_by_path(like))}; the names must agree"
+    )
+
+
 def as_labelled(
     arrays: Any, data: Data, batch_size: int, where: str, kind: str = "any"
 ) -> Any:
-    """Makes an evaluation set as `as_dataset`, with labels if the run's batches have.
+    """Makes an evaluation set as `as_dataset`, with all that the run's batches have.
 
-    Raises `ConfigError`, too, if it has none, or some outside the classes, for a task
-    that takes labels of the `kind` `classes`.
+    Raises `ConfigError`, too, if an array of them is missing, or some labels are
+    outside the classes, for a task that takes labels of the `kind` `classes`.
     """
     dataset = as_dataset(arrays, data, batch_size, where)
     like = each_shape(data.train)[0]
-    if not isinstance(like, Mapping) or "labels" not in like:
+    if not isinstance(like, Mapping):
         return dataset
     batch = dataset.batch(0)
-    if not isinstance(batch, Mapping) or "labels" not in batch:
+    there = {*batch} if isinstance(batch, Mapping) else set()
+    if "labels" in like and "labels" not in there:
         names = ", ".join([*class_numbers(data)][:8])
         raise ConfigError(
             f"{where} has no labels, which an evaluation compares the outputs with; "
             "possible are arrays `inputs` and `labels`, a column `label`, and a folder "
             "of pictures for each class" + f" ({names})" * bool(names)
         )
+    if isinstance(dataset, Rows) and like.keys() != there:
+        raise _other_names(where, batch, like)
     if isinstance(dataset, Rows) and kind == "classes" and data.num_outputs:
         check_classes(dataset.arrays["labels"], data.num_outputs, where)
     return dataset

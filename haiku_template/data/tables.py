@@ -1,6 +1,7 @@
 """Tables of numbers, .csv, .jsonl and .parquet, as arrays by name."""
 
 import math
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,23 @@ BOOLEANS = {"true": 1.0, "false": 0.0}  # In words, as pandas writes them.
 GAPS = {"", "na", "n/a", "null", "none", "?"}
 
 
-def is_label(path: str) -> bool:
-    """Tests for the path of labels in a batch."""
-    return path.partition("/")[0] == "labels"
-
-
-def read_table(path: Path, like: Batch, data: Data) -> Any:
+def read_table(path: Path, like: Batch, data: Data, needed: Set[str]) -> Any:
     """Reads numbers, a row an example; a column named `label` or so is its label.
 
-    An array of several is the column of its name; one without is made of the columns
-    that are left, one for each value. Without a header all are, in their order.
+    An array of several is the column of its name; one of the `needed` without is made
+    of the columns that are left, one for each value. Without a header all are, in their
+    order.
     """
     is_csv = path.suffix.lower() == ".csv"
     rows = read_csv(path, _names) if is_csv else read_rows(path, None)
     if not rows:
         raise ValueError("it has no rows")
     columns = [*rows[0].values]
-    absent = {*OF_THE_LOSS} - {*columns} | {"labels"}
+    present = needed | {*columns} - {"labels"}
     leaves = {
         x.removeprefix("inputs/"): (x, leaf)
         for x, leaf in leaves_by_path(like).items()
-        if x.partition("/")[0] not in absent
+        if x.partition("/")[0] in present
     }
     for row in rows:
         if row.values.keys() != rows[0].values.keys():

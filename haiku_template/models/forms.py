@@ -41,7 +41,7 @@ def inputs_of(batch: Any, whole_batch: bool = False) -> Any:
     """Selects what the model takes of a batch: `inputs`, or all of another tree.
 
     `whole_batch` is a task's: then `inputs` may be one array of several, and are taken
-    alone only where the batch has nothing else, or `labels` beside them.
+    alone only where the batch has nothing else but `labels`.
     """
     return batch["inputs"] if _takes_inputs(batch, whole_batch) else batch
 
@@ -54,7 +54,7 @@ def with_inputs(batch: Any, inputs: Any, whole_batch: bool = False) -> Any:
 # Why: docs/decisions/models.md#inputs
 def _takes_inputs(batch: Any, whole_batch: bool) -> bool:
     is_named = isinstance(batch, dict) and "inputs" in batch
-    return is_named and (not whole_batch or len(batch) == 1 or "labels" in batch)
+    return is_named and (not whole_batch or batch.keys() <= {"inputs", "labels"})
 
 
 def with_state(model: Any) -> hk.TransformedWithState:

@@ -12,7 +12,7 @@ import numpy as np
 from haiku_template.devices import DeviceManager, check_processes, check_replicas
 from haiku_template.devices.compiled import Scalars
 from haiku_template.devices.layout import in_device_memory
-from haiku_template.errors import NonFiniteError, some
+from haiku_template.errors import EvaluationError, NonFiniteError, some
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
 from haiku_template.runs.outliers import GradientNorms, blame, located
@@ -224,11 +224,14 @@ class Guards:
         return ""
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
-        """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN."""
+        """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN.
+
+        It is an `EvaluationError` where the state is finite, which may be saved.
+        """
         if not math.isfinite(metrics["eval/loss"]):
             self._check(step, state)
             fault = f"the evaluation's loss after step {step} is infinite or NaN"
-            raise non_finite(fault, self._checkpoints.latest, EVALUATION)
+            raise EvaluationError(f"{fault}; {EVALUATION}")
 
     # Why: docs/decisions/training.md#checked-state
     def before_save(self, steps: range, scalars: Scalars, state: Any) -> None:

@@ -28,7 +28,8 @@ def read_examples(run: Run, name: str) -> Any:
     from haiku_template.data import examples
 
     data, size = run.trainer.experiment.data, run.trainer.feed.batch_size
-    return examples.read_examples(name, data, size)
+    whole_batch = run.trainer.recipe.task.whole_batch
+    return examples.read_examples(name, data, size, whole_batch)
 
 
 def write_predictions(run: Run, output: Path, examples: Any = None) -> int:

@@ -220,7 +220,9 @@ class Run:  # Why: docs/decisions/house.md#run
 
         self.check_outputs()
         data, size = self.trainer.experiment.data, self.trainer.feed.batch_size
-        state, dataset = self.state, as_dataset(arrays, data, size)
+        whole_batch = self.trainer.recipe.task.whole_batch
+        dataset = as_dataset(arrays, data, size, whole_batch=whole_batch)
+        state = self.state
         with self.devices.explicit_transfers():
             outputs = list(self.trainer.predict(state, dataset))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)

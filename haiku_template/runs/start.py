@@ -22,7 +22,7 @@ from haiku_template.config import (
     to_dict,
     with_tuples,
 )
-from haiku_template.data import count_examples
+from haiku_template.data import count_examples, without_workers
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
 from haiku_template.finetuning import check_classes, is_lost, without_source
@@ -280,14 +280,28 @@ def in_steps(
 ) -> config_dict.ConfigDict:
     """Sets `num_steps` so that the run passes `num_epochs` times through its data.
 
-    Raises `ConfigError` for data whose number of examples is not known.
+    Each example is in as many batches as there are whole epochs, or more: data that
+    are shuffled in blocks (`block_steps`) end with a whole one. Raises `ConfigError`
+    for data whose number of examples is not known.
     """
-    dataset = make_data(config, *devices.processes[:2]).train
+    dataset = without_workers(make_data(config, *devices.processes[:2]).train)
     if (size := count_examples(dataset)) is None:
         raise ConfigError(
             f"config.num_epochs={config.num_epochs:g} needs a training set of a known "
             f"size, and a {type(dataset).__name__} has no num_examples; give "
             "config.num_steps, or your data set that attribute"
         )
-    batches = config.num_epochs * size / config.batch_size
-    return with_changes(config, {"num_steps": max(1, math.ceil(batches - 1e-6))})
+    if getattr(dataset, "order", None) == "random":
+        logger.warning(
+            "config.num_epochs counts windows, which are drawn at random: one epoch "
+            "leaves out about a third of the tokens; config.data.order='epochs' gives "
+            "each of them once an epoch"
+        )
+    block = getattr(dataset, "block_steps", 1)
+    whole = _steps_of(math.floor(config.num_epochs), size, config.batch_size * block)
+    steps = _steps_of(config.num_epochs, size, config.batch_size)
+    return with_changes(config, {"num_steps": max(1, steps, whole * block)})
+
+
+def _steps_of(epochs: float, size: int, batch_size: int) -> int:
+    return math.ceil(epochs * size / batch_size - 1e-6)

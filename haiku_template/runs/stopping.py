@@ -123,10 +123,12 @@ class StopSignals:
         try:
             with runtime.entering(run) if runtime else contextlib.nullcontext():
                 yield
-        except (*UNSAVED, StorageError, Interrupted):
-            raise
-        except Exception:
-            _save_or_warn(runtime or self)
+        except Exception as error:
+            is_finite = isinstance(error, errors.EvaluationError)
+            if is_finite or not isinstance(
+                error, (*UNSAVED, StorageError, Interrupted)
+            ):
+                _save_or_warn(runtime or self)
             raise
         finally:
             with self.lock:

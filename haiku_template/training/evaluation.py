@@ -121,6 +121,14 @@ def _check_even(dataset: Any, rows: int, n: int, of_batch: Sequence[str]) -> Non
         )
 
 
+def no_weight() -> ConfigError:
+    """Error for a set of which no example counts."""
+    return ConfigError(
+        "no example of the evaluation set counts: each has an example_weight of 0, or "
+        "a loss_mask without True, and metrics are averages over those that count"
+    )
+
+
 def numbers_text(of_batch: Sequence[str]) -> str:
     """Names the numbers of a whole batch of a model with a loss of its own."""
     names = [{"": "loss", "0": "loss"}.get(x, x.removeprefix("1/")) for x in of_batch]

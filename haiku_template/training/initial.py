@@ -82,6 +82,8 @@ class Initializer:
         if plan.frozen:
             frozen = devices.abstract(self._frozen_of_seed)
             self.abstract = self.abstract._replace(frozen=frozen)
+        if any(jnp.issubdtype(x, jnp.complexfloating) for x in kinds):
+            _check_moments(flatten(self._params), flatten(self.abstract.opt_state))
         if experiment.finetuning.multipliers and recipe.ema_decay is None:
             _check_no_averages(self.abstract.ema_params)
 
@@ -204,6 +206,19 @@ def _check_gradients(
             f"{some(odd)} would train, and {kinds[odd[0]]} has no gradient; make it by "
             "hk.get_state, or let finetuning.train name the other parameters"
         )
+
+
+def _check_moments(params: dict[str, Any], opt_state: dict[str, Any]) -> None:
+    """Raises `ConfigError` for a first moment that has no imaginary part of its own."""
+    for path, moment in opt_state.items():
+        _, _, name = path.partition("/mu/" if "/mu/" in path else "/trace/")
+        param = params.get(name, moment)
+        if jnp.iscomplexobj(param) and not jnp.iscomplexobj(moment):
+            raise ConfigError(
+                f"{name} is {param.dtype}, and the optimizer keeps its moment {path} "
+                f"as {moment.dtype}, without imaginary parts: leave out "
+                "optimizer.mu_dtype (or accumulator_dtype)"
+            )
 
 
 def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any]:

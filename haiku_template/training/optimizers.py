@@ -25,6 +25,7 @@ NOT_DECAYED = ("b", "offset", "scale")  # Why: docs/decisions/training.md#weight
 KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 KEYS += ("shard_moments",)
 KINDS = types.FunctionType, functools.partial  # Of optax's optimizers.
+DIVIDE_BY_RATE = ("dadapt_adamw", "prodigy")  # NaN, where the first rate is 0.
 DECAY_FRACTION = 0.2  # Of the steps after the warm-up, in which `wsd` decays.
 
 
@@ -229,11 +230,17 @@ def make_optimization(
 
     Arguments and errors are those of `make_schedule` and `make_optimizer`.
     """
+    name, warmup_steps = keys.pop("schedule"), keys.pop("warmup_steps")
+    if keys["name"] in DIVIDE_BY_RATE and name in SCHEDULES and warmup_steps:
+        raise ConfigError(
+            f"config.optimizer.warmup_steps={warmup_steps} begins with a learning rate "
+            f"of 0, by which {keys['name']} divides; possible is 0"
+        )
     schedule = make_schedule(
-        keys.pop("schedule"),
+        name,
         learning_rate=keys.pop("learning_rate"),
         num_steps=num_steps,
-        warmup_steps=keys.pop("warmup_steps"),
+        warmup_steps=warmup_steps,
         final_fraction=keys.pop("final_fraction"),
     )
     return make_optimizer(schedule=schedule, **keys), schedule

@@ -255,7 +255,11 @@ class Trainer:
     def measure(
         self, state: TrainState, dataset: Any = None
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """Evaluates as `evaluate`; returns the metrics, and the first set's counts."""
+        """Evaluates as `evaluate`; returns the metrics, and the first set's counts.
+
+        Metrics of further sets in which no example counts are NaN; `ConfigError` for
+        the first.
+        """
         data, sets = self.experiment.data, {"eval/": dataset}
         if dataset is None:
             further = {f"eval/{k}/": x for k, x in data.evaluations.items()}
@@ -271,6 +275,8 @@ class Trainer:
                     stack.enter_context(self.devices.implicit_transfers())
                 sums = add_up(self.devices, eval_step, dataset, size, self.feed.alone)
             self._evaluated.add(shapes)
+            if prefix == "eval/" and not sums["weight"]:
+                raise evaluations.no_weight()
             values, of_set = evaluations.summarize(sums, self.derived)
             metrics |= {k.replace("eval/", prefix, 1): x for k, x in values.items()}
             counts.append(of_set)

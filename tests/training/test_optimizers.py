@@ -193,6 +193,32 @@ def test_each_name_of_optax_makes_a_step_or_is_refused_in_a_sentence():
     assert not UNFIT & {*re.findall(r"\w+", str(caught.value))}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Specifying a key will be required")
+def test_each_optimizer_but_two_takes_a_first_rate_of_0():
+    """Prodigy's error advised a warm-up, which was its cause."""
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    keys = {"learning_rate": 0.1, "num_steps": 9, "warmup_steps": 3}
+    broken = set()
+    for name in optimizers._usable():
+        optimizer = make_optimizer(name, make_schedule("cosine", **keys))
+        state = optimizer.init(params)
+        update = optax.with_extra_args_support(optimizer).update
+        for _ in range(3):
+            updates, state = update(params, state, params, value=jnp.float32(1))
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(updates)):
+            broken.add(name)
+    assert broken == {*optimizers.DIVIDE_BY_RATE}
+
+
+@pytest.mark.parametrize("name", optimizers.DIVIDE_BY_RATE)
+def test_a_warm_up_of_an_optimizer_that_divides_by_its_rate_is_refused(name):
+    keys = {"learning_rate": 1.0, "schedule": "constant", "final_fraction": 0.0}
+    with pytest.raises(ConfigError, match=f"warmup_steps=3 begins.*{name} divides"):
+        optimizers.make_optimization(9, name=name, warmup_steps=3, **keys)
+    optimizers.make_optimization(9, name=name, warmup_steps=0, **keys)
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", ["reduce_on_plateau", "momo"])

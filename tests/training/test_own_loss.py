@@ -261,8 +261,12 @@ def test_a_part_of_a_batch_may_be_named_inputs(devices):
     [
         ({"inputs": X}, "of inputs the model was given inputs alone."),
         (
+            {"inputs": X, "labels": Y},
+            "of inputs, labels the model was given inputs alone.",
+        ),
+        (
             {"inputs": X, "labels": Y, "mask": Y},
-            "of inputs, labels, mask the model was given inputs alone.",
+            "of inputs, labels, mask the model was given all.",
         ),
         ({"inputs": X, "mask": Y}, "of inputs, mask the model was given all."),
     ],

@@ -174,6 +174,28 @@ def test_labels_below_0_to_evaluate_on_are_told(tmp_path, one_device):
     ).trainer(one_device)
     with pytest.raises(NonFiniteError, match="its labels and weights are 0 or more"):
         train(trainer, num_steps=1, workdir=tmp_path)
+    assert (tmp_path / "checkpoints" / "1").exists()  # Its state is finite.
+
+
+def test_a_set_of_which_no_example_counts_is_named_and_the_state_saved(
+    tmp_path, devices
+):
+    """It was said to be infinite or NaN, and its labels below 0."""
+
+    def task(outputs, batch):
+        values = classification(outputs, batch)
+        return values | {"example_weight": batch["inputs"][:, 0]}
+
+    given = batch()
+    given["inputs"][:, 0] = 1
+    unweighted = EvaluationSet(given["inputs"] * np.float32(0), given["labels"], 8)
+    data = Data(Batches(lambda step: given), unweighted, 2)
+    trainer = Experiment(
+        model=LINEAR, task=task, data=data, optimizer=optax.sgd(0.1)
+    ).trainer(devices)
+    with pytest.raises(ConfigError, match="no example of the evaluation set counts"):
+        train(trainer, num_steps=2, workdir=tmp_path)
+    assert (tmp_path / "checkpoints" / "2").exists()
 
 
 # float16.
@@ -441,6 +463,27 @@ def test_complex_parameters_descend_in_both_parts(
     assert losses[0] == pytest.approx(18, rel=1e-5) and losses[-1] < 0.1
     weights = devices.fetch(result.state.params)["~"]["w"]
     assert np.abs(weights).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(0.05, mu_dtype=jnp.bfloat16),
+        optax.chain(optax.clip(1.0), optax.lion(0.05, mu_dtype=jnp.float32)),
+        optax.sgd(0.05, momentum=0.9, accumulator_dtype=jnp.bfloat16),
+    ],
+)
+def test_moments_without_imaginary_parts_are_refused(one_device, optimizer):
+    data = Data(Batches(lambda step: {"inputs": np.ones((8, 1), np.float32)}), None, 2)
+    words = r"~/w is complex64, .* its moment \S*~/w as b?float.*leave out optimizer.mu"
+    with pytest.raises(ConfigError, match=words):
+        of_kind(
+            data=data,
+            model=hk.transform(wave),
+            task=lambda outputs: {"loss": jnp.sum(outputs**2, axis=1)},
+            optimizer=optimizer,
+            precision="float32",
+        ).trainer(one_device)
 
 
 # Parameters without a gradient.

@@ -187,6 +187,7 @@ def test_a_classifier_of_pairs_trains_and_predicts(
     sizes |= {"mlp_width": 64, "context": 16, "dropout": 0.0}
     config.model = {"name": "bert", **sizes}
     config.optimizer.learning_rate = 3e-3
+    config.seed = 1  # One in six stays on the plateau of the first steps.
     start.run(config, one_device, tmp_path / "run")
     run = Run.open(tmp_path / "run", one_device)
     data = run.trainer.experiment.data
