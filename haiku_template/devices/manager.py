@@ -13,6 +13,7 @@ from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.layout import Layout, sharding_on, spans_processes
 from haiku_template.devices.replicas import check_replicas
 from haiku_template.devices.transfer import AXIS_NAME, Ledger
+from haiku_template.errors import DeviceError
 
 # For programs that run once, on CPUs. Why: docs/decisions/devices.md#compile-once
 COMPILE_ONCE = {"xla_backend_optimization_level": 1}
@@ -58,6 +59,8 @@ class DeviceManager(NamedTuple):
         )
         devices, reason = selection.choose(request, fallback)
         several = processes.of(devices)
+        if jax.config.jax_disable_jit:
+            _check_one(len(several.devices or devices))
         return cls(tuple(devices), reason, Ledger(), None, several, request.unified)
 
     @property
@@ -235,8 +238,12 @@ class DeviceManager(NamedTuple):
         return jax.default_device(jax.local_devices(backend="cpu")[0])
 
     def explicit_transfers(self) -> AbstractContextManager:
-        """Makes implicit copies to or from a device an error, for this thread alone."""
-        return jax.transfer_guard("disallow")
+        """Makes implicit copies to or from a device an error, for this thread alone.
+
+        But where JAX_DISABLE_JIT has each operation run alone, with copies of its own.
+        """
+        is_eager = jax.config.jax_disable_jit
+        return jax.transfer_guard("allow" if is_eager else "disallow")
 
     def implicit_transfers(self) -> AbstractContextManager:
         """Lets code of others copy as it likes, inside `explicit_transfers`."""
@@ -269,3 +276,13 @@ class DeviceManager(NamedTuple):
         kind = self.devices[0].device_kind
         kind = "" if kind == self.platform else f" ({kind})"
         return f"{self.num_devices} x {self.platform}{kind}: {names}. {self.reason}"
+
+
+def _check_one(num_devices: int) -> None:
+    """Raises `DeviceError` for more devices than one under JAX_DISABLE_JIT."""
+    if num_devices > 1:
+        raise DeviceError(
+            "JAX_DISABLE_JIT has each operation run alone, and arrays are placed on "
+            f"{num_devices} devices by what is compiled; unset it, or give "
+            "--num_devices=1"
+        )

@@ -221,29 +221,35 @@ def _accumulate(
 
     def add(carry: Any, micro_batch: Any) -> tuple[Any, None]:
         net_state, total = carry
-        trees = state.params, frozen, micro_batch
+        rng, batch = micro_batch
+        trees = state.params, frozen, batch
         if recipe.has_forms and recipe.axis_name is not None:
             # Else XLA may gather shares before the loop, and hold all of them whole.
             trees = jax.lax.optimization_barrier(trees)
-        params, fixed, (rng, batch) = trees
+        params, fixed, batch = trees
         current = state._replace(params=params, net_state=net_state)
         grads, (net_state, scalars, weight) = gradient(current, fixed, rng, batch)
         if weight is not None:
             grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
         return (net_state, jax.tree.map(jnp.add, total, (grads, scalars, weight))), None
 
-    last = jax.tree.map(lambda x: x[-1], micro_batches)
-    abstract, (_, *averages) = jax.eval_shape(gradient, state, frozen, *last)
+    # Shapes of it: a key that is indexed counts as used (JAX_DEBUG_KEY_REUSE).
+    one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
+    shapes = jax.tree.map(one, micro_batches)
+    abstract, (_, *averages) = jax.eval_shape(gradient, state, frozen, *shapes)
     # In half precision a sum would stand still.
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     zeros = jax.tree.map(wide, (abstract, *averages))
     if recipe.axis_name is not None:
+        rng, last = jax.tree.map(lambda x: x[-1], micro_batches)
         micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
     carry, _ = jax.lax.scan(add, (state.net_state, zeros), micro_batches)
     if recipe.axis_name is not None:
-        # After the loop, so that all-reduces run beside its backward pass.
+        # After the loop, so that all-reduces run beside its backward pass. A key in the
+        # barrier would count as used.
         # Why: docs/decisions/training.md#last-micro-batch
-        carry, _ = add(*jax.lax.optimization_barrier((carry, last)))
+        carry, last = jax.lax.optimization_barrier((carry, last))
+        carry, _ = add(carry, (rng, last))
     net_state, (*sums, weight) = carry
     if weight is None:
         grads, scalars = jax.tree.map(lambda x: x / n, sums)
