@@ -1,0 +1,118 @@
+"""Where the template and the oracle disagree, by more than rounding explains."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tests.oracle import template
+from tests.oracle.draw import examples
+from tests.oracle.plain import Oracle, flat
+
+# Rounding in each precision. The oracle trains again from parameters that are off by
+# so much; what comes of it, times a factor, is what rounding may do to this case.
+ROUNDING = {"float32": (3e-7, 20), "bfloat16": (4e-3, 4), "float16": (5e-4, 8)}
+ADAPTERS = ("_lora_a", "_lora_b")
+
+
+def disagreements(case):
+    """Lines that say where a case differs; none where all agrees."""
+    with tempfile.TemporaryDirectory(prefix="oracle-") as scratch:
+        folder = Path(scratch)
+        config, oracle = template.config_of(case, folder), Oracle(case)
+        train, test = examples(case)
+        pretrained = None
+        if case["reads"]:
+            config.init_from = str(folder / "pretrained.npz")
+            pretrained = _write_pretrained(oracle, train, config.init_from)
+        batches, first = template.beginning(case, config, oracle.num_steps)
+        adapters = {k: x for k, x in first.items() if k.endswith(ADAPTERS)}
+        params, net_state = oracle.first(batches[0], pretrained)
+        state = oracle.start(params, net_state, adapters)
+        faults = [*_of_order(train, batches)]
+        trained = template.trained(case, config, folder)
+    runs = [oracle.run(_off(case, state, n), batches, test) for n in range(3)]
+    wanted, *others = [parts_of(case, run) for run in runs]
+    begin = flat(state.params)
+    for part in sorted(trained.keys() | wanted.keys()):
+        values = [x.get(part, {}) for x in (trained, wanted, *others)]
+        start = begin if part in ("params", "averages") else {}
+        faults += [f"{part}: {x}" for x in _differences(case, start, *values)]
+    return faults
+
+
+def _write_pretrained(oracle, train, path):
+    """Writes parameters of another seed, by path; network state is left to the run."""
+    key = jax.random.key(99)
+    params, _ = oracle.init(key, oracle.inputs(train))
+    arrays = {k: np.asarray(x) + np.float32(0.01) for k, x in flat(params).items()}
+    np.savez(path, **arrays)
+    return arrays
+
+
+def _of_order(train, batches):
+    """Each epoch that is whole must have each example once."""
+    if "points" in train:  # In buckets, which follow no passes.
+        return
+    rows = np.concatenate([x["inputs"] for x in batches])
+    count = len(train["inputs"])
+    for first in range(0, len(rows) - count + 1, count):
+        epoch = np.unique(rows[first : first + count], axis=0)
+        if not np.array_equal(epoch, np.unique(train["inputs"], axis=0)):
+            yield f"order: the examples from {first} on are no epoch"
+
+
+def _off(case, state, n):
+    """The state, its parameters off by rounding; by none for n=0."""
+    size = ROUNDING[case["config"].get("precision", "float32")][0]
+    rng = np.random.default_rng(n)
+
+    def move(x):
+        noise = rng.normal(size=x.shape).astype(np.float32)
+        return x * (1 + min(n, 1) * size * noise)
+
+    params = {k: move(x) for k, x in state.params.items()}
+    frozen = {k: move(x) for k, x in state.frozen.items()}
+    return state._replace(params=params, averages=params, frozen=frozen)
+
+
+def parts_of(case, run):
+    """What the oracle says of a run, in the parts that the template gives."""
+    config, last = case["config"], max(run.lines)
+    parts = {"params": run.state.params, "net_state": flat(run.state.net_state)}
+    has_averages = config["optimizer.name"].startswith("schedule_free")
+    if has_averages or "ema_decay" in config:
+        parts["averages"] = run.state.averages
+    parts |= {"merged": run.params, "evaluate": run.evaluation}
+    if config["model.name"] != "gpt":  # Exported in Hugging Face's names.
+        parts["exported"] = run.params
+    parts["predictions"] = flat({"outputs": run.predictions})
+    for step, line in run.lines.items():
+        is_logged = step % config["log_every"] == 0 or step == last
+        kinds = ("train/", "eval/") if is_logged else ("eval/",)
+        line = {k: x for k, x in line.items() if k.startswith(kinds)}
+        if line:
+            parts[f"step {step}"] = line
+    return parts
+
+
+def _differences(case, start, trained, wanted, *others):
+    """Lines on leaves of a part that differ by more than rounding."""
+    times = ROUNDING[case["config"].get("precision", "float32")][1]
+    for path in sorted(trained.keys() ^ wanted.keys()):
+        where = "template" if path in trained else "oracle"
+        yield f"{path} is in the {where}'s alone"
+    for path in sorted(trained.keys() & wanted.keys()):
+        value, right = (np.asarray(x[path], np.float64) for x in (trained, wanted))
+        if value.shape != right.shape:
+            yield f"{path} is {value.shape}, and by the oracle {right.shape}"
+            continue
+        error = np.linalg.norm(value - right)
+        near = max(np.linalg.norm(np.asarray(x[path]) - right) for x in others)
+        moved = np.linalg.norm(right - np.asarray(start.get(path, 0)))
+        limit = times * near + 1e-6 * np.linalg.norm(right) + 1e-5 * moved + 1e-9
+        if not error <= limit and not (math.isnan(near) and np.isnan(right).any()):
+            text = f"{value:.8g} {right:.8g}" if value.ndim == 0 else f"{value.shape}"
+            yield f"{path} is off by {error:.2g}, limit {limit:.2g}: {text}"

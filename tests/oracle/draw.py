@@ -1,0 +1,182 @@
+"""Cases drawn from a seed: what is asked for, as a plain dictionary, and its examples.
+
+Left out is what the documentation leaves open: dropout, whose key differs by device.
+"""
+
+import numpy as np
+
+from tests.oracle.optimizers import NAMES
+
+KINDS = ("mlp", "numbers", "weighted", "resnet", "gpt", "masked", "tokens", "points")
+# Those that make one up, which a warm-up's first rate of 0 would not fit.
+RATE_FREE = ("cocob", "dog", "dowg", "momo", "momo_adam")
+# Their updates go by signs: rounding of a gradient of zero is a whole step.
+BY_SIGN = ("sign_sgd", "signum", "lion")
+
+
+def some(rng, chance, value, other):
+    """A value by chance, or another."""
+    return value if rng.random() < chance else other
+
+
+def one(rng, *values):
+    """One of the values."""
+    return values[rng.integers(len(values))]
+
+
+def draw(seed):
+    """The case of a seed."""
+    rng = np.random.default_rng(seed)
+    kind = one(rng, *KINDS)
+    devices = one(rng, 1, 1, 2, 4)
+    case = {"seed": seed, "kind": kind, "devices": devices}
+    case |= {"devices_then": one(rng, devices, 1, 2), "stops_at": None}
+    case |= {"num_train": one(rng, 21, 24, 40), "num_test": one(rng, 7, 16, 19)}
+    micro = some(rng, 0.25, 2, 1)
+    size = 4 * micro * one(rng, 1, 2)
+    config = {"seed": int(rng.integers(9)), "batch_size": size}
+    config |= {"accumulate_steps": micro} | _model(rng, kind, case)
+    config |= _length(rng, kind, case) | _optimizer(rng) | _metrics(rng)
+    config |= _precision(rng, kind, config) | _placing(rng, kind)
+    config |= _finetuning(rng, kind, case, config)
+    if rng.random() < 0.3 and "schedule_free" not in config["optimizer.name"]:
+        config["ema_decay"] = one(rng, 0.5, 0.9)
+    case["config"] = config
+    return case
+
+
+def _length(rng, kind, case):
+    if kind != "points" and rng.random() < 0.3:
+        return {"num_epochs": one(rng, 0.4, 1.0, 1.7)}
+    steps = int(rng.integers(2, 10))
+    if rng.random() < 0.4:
+        case["stops_at"] = int(rng.integers(1, steps))
+    return {"num_steps": steps}
+
+
+def _model(rng, kind, case):
+    case["num_outputs"], name = one(rng, 3, 5), "tests.oracle.models"
+    if kind in ("mlp", "numbers", "weighted"):
+        width, layers = one(rng, 8, 13), int(rng.integers(1, 3))
+        keys = {"model.name": "mlp", "model.width": width, "model.num_layers": layers}
+        tasks = {"mlp": "classification", "numbers": "regression"}
+        keys |= {"task.name": tasks.get(kind, f"{name}:weighted")}
+        return keys | some(rng, 0.2, {"model.remat": ("mlp",)}, {})
+    if kind == "resnet":
+        sizes = {"model.channels": one(rng, (4,), (4, 6)), "model.blocks": 1}
+        sizes |= {"model.norm_decay": one(rng, 0.9, 0.5), "model.name": "resnet"}
+        return sizes | {"task.name": "classification"}
+    if kind == "points":
+        keys = {"model.name": f"{name}:user_points", "model.width": 8}
+        return keys | {"task.name": "own_loss"}
+    case["num_outputs"] = 11
+    sizes = {"model.num_layers": 1, "model.width": 8, "model.num_heads": 2}
+    sizes |= {"model.context": 6, "model.name": "gpt"}
+    if kind == "tokens":
+        sizes |= {"model.name": f"{name}:user_gpt", "task.name": f"{name}:per_token"}
+        return sizes
+    sizes |= {"task.name": "language_model", "task.bytes_per_token": 1.0}
+    return sizes | some(rng, 0.2, {"model.remat": ("*/block_*",)}, {})
+
+
+def _optimizer(rng):
+    name = one(rng, "sgd", "adamw", "adamw", *NAMES)
+    warmup = 0 if name in RATE_FREE else one(rng, 0, 0, 2, 3)
+    keys = {"learning_rate": one(rng, 1e-3, 1e-2), "warmup_steps": warmup}
+    keys |= {"schedule": one(rng, "cosine", "linear", "constant", "wsd")}
+    keys |= {"final_fraction": one(rng, 0.0, 0.1), "name": name}
+    keys |= {"weight_decay": one(rng, 0.0, 0.1, 0.5)}
+    keys |= some(rng, 0.3, {"clip_norm": one(rng, 0.05, 0.5)}, {})
+    if name in ("adamw", "lion", "adam"):
+        keys |= some(rng, 0.5, {"b1": 0.8, "b2": 0.95}, {})
+    if name == "sgd":
+        keys |= some(rng, 0.5, {"momentum": 0.5, "nesterov": True}, {})
+    return {f"optimizer.{key}": value for key, value in keys.items()}
+
+
+def _metrics(rng):
+    keys = {"log_every": int(rng.integers(1, 4))}
+    keys |= some(rng, 0.5, {"eval_every": int(rng.integers(1, 5))}, {})
+    keys |= some(rng, 0.3, {"eval_batches": 1}, {})
+    return keys | some(rng, 0.3, {"save_every": int(rng.integers(1, 4))}, {})
+
+
+def _precision(rng, kind, config):
+    if kind in ("points", "weighted", "tokens") or config["optimizer.name"] in BY_SIGN:
+        return {}
+    return {"precision": one(rng, "float32", "float32", "bfloat16", "float16")}
+
+
+def _placing(rng, kind):
+    """What changes no number."""
+    moments, all_of_it = (("opt_state/*", "data"),), (("*", "data"),)
+    keys = {"sharding": one(rng, (), (), moments, all_of_it)}
+    keys |= some(rng, 0.1, {"optimizer.shard_moments": True}, {})
+    calls = 1 if kind == "points" else one(rng, 1, 3, 50)  # Of two shapes.
+    keys |= some(rng, 0.6, {"steps_per_call": calls}, {})
+    keys |= some(rng, 0.2, {"max_consecutive_nonfinite": 3}, {})
+    keys |= some(rng, 0.1, {"sdc_replay": "first:2,every:3"}, {})
+    keys |= some(rng, 0.2, {"save_minutes": 0.0}, {})
+    staged = one(rng, "host", "host", "device", "auto")
+    return keys | {"data.placement": "host" if kind in ("masked", "points") else staged}
+
+
+def _finetuning(rng, kind, case, config):
+    parts = {
+        **dict.fromkeys(("mlp", "numbers", "weighted"), "mlp/~/linear_0/*"),
+        **dict.fromkeys(("gpt", "masked", "tokens"), "gpt/block_0/mlp/*"),
+        "resnet": "head/*",
+        "points": "mlp/~/linear_1/*",
+    }
+    keys, part = {}, parts[kind]
+    case["reads"] = rng.random() < 0.3
+    if case["reads"]:
+        keys |= some(rng, 0.3, {"finetuning.fresh": (part,)}, {})
+    if rng.random() < 0.3:
+        keys["finetuning.train"] = (part,)
+        keys |= some(rng, 0.3, {"finetuning.base_dtype": "bfloat16"}, {})
+    has_lora = kind not in ("resnet", "points", "tokens") and rng.random() < 0.2
+    if has_lora:
+        keys |= {"finetuning.lora.rank": 2, "finetuning.lora.alpha": one(rng, 2.0, 6.0)}
+        patterns = ("mlp/~/linear_1/w",) if part[0] == "m" else ("*/attention/*/w",)
+        keys["finetuning.lora.patterns"] = patterns
+    if rng.random() < 0.2 and "schedule_free" not in config["optimizer.name"]:
+        keys["finetuning.multipliers"] = ((one(rng, "*", "*w*", "*b*"), 0.25),)
+    return keys
+
+
+def examples(case):
+    """Training and test examples of a case: trees of arrays [N, ...] each."""
+    rng = np.random.default_rng((case["seed"], 1))
+    sizes = case["num_train"], case["num_test"]
+    return [_examples(rng, case["kind"], n, case["num_outputs"]) for n in sizes]
+
+
+def _examples(rng, kind, n, classes):
+    labels = rng.permutation(np.arange(n) % classes).astype(np.int32)
+    if kind in ("mlp", "weighted"):
+        x = rng.normal(size=(n, 5)).astype(np.float32)
+        weights = rng.integers(0, 5, size=n) * np.float32(0.75) + (labels == 0)
+        named = {"class": labels, "weight": weights.astype(np.float32)}
+        return {"inputs": x, "labels": named if kind == "weighted" else labels}
+    if kind == "numbers":
+        x, y = (rng.normal(size=(n, k)).astype(np.float32) for k in (5, classes))
+        return {"inputs": x, "labels": y}
+    if kind == "resnet":
+        x = rng.normal(size=(n, 6, 6, 2)).astype(np.float32)
+        return {"inputs": x, "labels": labels}
+    if kind == "points":
+        lengths = rng.integers(1, 9, size=(n, 1))
+        lengths = lengths[np.argsort(lengths[:, 0] > 3, kind="stable")]  # By bucket.
+        mask = np.arange(8) < lengths
+        points = rng.normal(size=(n, 8, 3)).astype(np.float32) * mask[..., None]
+        return {"points": points, "mask": mask}
+    tokens = rng.integers(0, classes, size=(n, 7)).astype(np.int32)
+    tokens[0, :classes] = np.arange(classes)[:7]
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:].copy()}
+    if kind == "masked":
+        batch["loss_mask"] = rng.random(size=(n, 6)) < 0.6
+    if kind == "tokens":
+        weight = rng.integers(0, 3, size=(n, 6)).astype(np.float32)
+        batch["labels"] = {"class": batch["labels"], "weight": weight}
+    return batch

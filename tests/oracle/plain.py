@@ -1,0 +1,265 @@
+"""The oracle: training, evaluation and prediction as the documentation says them.
+
+Plain Haiku, optax and NumPy on one device, and nothing of haiku_template. A case is a
+dictionary; `case["config"]` has keys of a config that differ from the defaults.
+
+Parameters are flat dictionaries by path, `module/name`.
+"""
+
+import fnmatch
+import math
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tests.oracle.models import MODELS, TASKS
+from tests.oracle.optimizers import make_optimizer, make_schedule
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+NORMS = (hk.BatchNorm, hk.LayerNorm)
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: dict[str, Any]  # That train.
+    frozen: dict[str, Any]
+    net_state: dict[str, Any]
+    opt_state: Any
+    averages: dict[str, Any]  # Of `params`: what evaluation uses.
+    scale: Any  # Of float16's loss.
+
+
+class Outcome(NamedTuple):
+    """What the oracle says of a run."""
+
+    state: State
+    params: dict[str, Any]  # As in evaluation: averaged and merged.
+    lines: dict[int, dict[str, float]]  # Metrics by step.
+    evaluation: dict[str, float]
+    predictions: Any
+
+
+def flat(tree):
+    """Leaves by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")  # noqa: E731
+    return {name(path): leaf for path, leaf in leaves}
+
+
+def nested(leaves):
+    """Haiku's form of flat parameters."""
+    tree = {}
+    for path, leaf in leaves.items():
+        module, _, name = path.rpartition("/")
+        tree.setdefault(module, {})[name] = leaf
+    return tree
+
+
+def fits(patterns, path):
+    """True if one of the patterns fits a path."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def to_float(dtype, tree):
+    """Floating leaves in a dtype."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
+def norms_in_float32(call, args, kwargs, context):
+    """Interceptor: normalization layers compute in float32."""
+    if not isinstance(context.module, NORMS) or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    outputs = call(args[0].astype(jnp.float32), *args[1:], **kwargs)
+    return outputs.astype(args[0].dtype)
+
+
+class Oracle:
+    """A case's mathematics."""
+
+    def __init__(self, case):
+        self.config = config = case["config"]
+        sizes = {k[6:]: v for k, v in config.items() if k.startswith("model.")}
+        self.model = MODELS[sizes.pop("name")](case["num_outputs"], **sizes)
+        self.task = TASKS[config["task.name"]]
+        self.dtype = DTYPES[config.get("precision", "float32")]
+        self.batch_size = config["batch_size"]
+        self.num_steps = config.get("num_steps")
+        if self.num_steps is None:  # Rounded up to whole steps.
+            batches = config["num_epochs"] * case["num_train"] / self.batch_size
+            self.num_steps = max(1, math.ceil(batches - 1e-9))
+        self.schedule = make_schedule(config, self.num_steps)
+        self.optimizer = make_optimizer(config, self.schedule)
+        self.init = jax.jit(lambda rng, inputs: self.model.init(rng, inputs, True))
+        self.step = jax.jit(self.one_step)
+        self.values = jax.jit(self.task_values)
+
+    def inputs(self, batch):
+        """What the model takes of a batch."""
+        return batch if self.config["task.name"] == "own_loss" else batch["inputs"]
+
+    def first(self, batch, pretrained=None):
+        """Parameters by the seed, or what was read; and network state."""
+        key = jax.random.key(self.config.get("seed", 0))
+        params, net_state = self.init(key, self.inputs(batch))
+        fresh = self.config.get("finetuning.fresh", ())
+        read = {k: x for k, x in (pretrained or {}).items() if not fits(fresh, k)}
+        return flat(params) | read, net_state
+
+    def start(self, params, net_state, adapters):
+        """The state before the first step."""
+        rank = self.config.get("finetuning.lora.rank")
+        default = ("*",) if rank is None else ()
+        patterns = self.config.get("finetuning.train", ()) or default
+        trained = {k: x for k, x in params.items() if fits(patterns, k)} | adapters
+        dtype = self.config.get("finetuning.base_dtype", "float32")
+        frozen = {k: x for k, x in params.items() if k not in trained}
+        frozen = to_float(jnp.float32, to_float(dtype, frozen))
+        scale = jnp.float32(2**15 if self.dtype == jnp.float16 else 1)
+        opt_state = self.optimizer.init(trained)
+        return State(trained, frozen, net_state, opt_state, trained, scale)
+
+    def merged(self, params, frozen, dtype):
+        """All parameters of the model, in the dtype that it computes in."""
+        params, frozen = to_float(dtype, (params, frozen))
+        rank = self.config.get("finetuning.lora.rank")
+        whole = {**params, **frozen}
+        for path in [k for k in whole if k.endswith("_lora_a")]:
+            name = path.removesuffix("_lora_a")
+            a, b = whole.pop(path), whole.pop(f"{name}_lora_b")
+            share = self.config.get("finetuning.lora.alpha", 16.0) / rank
+            whole[name] = whole[name] + a @ (share * b)
+        return whole
+
+    def apply(self, params, frozen, net_state, batch, is_training):
+        """Outputs in float32, and the new network state."""
+        inputs = to_float(self.dtype, self.inputs(batch))
+        whole = nested(self.merged(params, frozen, self.dtype))
+        with hk.intercept_methods(norms_in_float32):
+            outputs, new = self.model.apply(whole, net_state, None, inputs, is_training)
+        return to_float(jnp.float32, outputs), to_float(jnp.float32, new)
+
+    def task_values(self, params, frozen, net_state, batch):
+        """Outputs, values and weights in evaluation."""
+        outputs, _ = self.apply(params, frozen, net_state, batch, False)
+        values, weights = self.weighed(self.task(outputs, batch))
+        return outputs, values, weights
+
+    def weighed(self, values):
+        """Values and their weights, by default all the same."""
+        weights = values.pop("example_weight", jnp.ones_like(values["loss"]))
+        return values, weights
+
+    def gradient(self, state, batch):
+        """Gradient of the weighted sum of the losses, and all sums."""
+
+        def loss(params):
+            outputs, new = self.apply(
+                params, state.frozen, state.net_state, batch, True
+            )
+            values, weights = self.weighed(self.task(outputs, batch))
+            weight = jnp.sum(weights)
+            sums = {k: jnp.sum(x * weights) for k, x in values.items()}
+            mean = sums["loss"] / jnp.where(weight > 0, weight, 1)
+            return mean * state.scale, (sums, weight, new)
+
+        grads, (sums, weight, new) = jax.grad(loss, has_aux=True)(state.params)
+        grads = {k: x / state.scale * weight for k, x in grads.items()}
+        return (grads, sums, weight), new
+
+    def one_step(self, state, batch, index):
+        """One update, and its scalars; `index` counts from 0."""
+        n = self.config.get("accumulate_steps", 1)
+        total, old = None, state
+        for j in range(n):  # Every n-th row.
+            micro_batch = jax.tree.map(lambda x, j=j: x[j::n], batch)
+            sums, net_state = self.gradient(state, micro_batch)
+            state = state._replace(net_state=net_state)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        grads, sums, weight = total
+        weight = jnp.where(weight > 0, weight, 1)
+        grads, scalars = jax.tree.map(lambda x: x / weight, (grads, sums))
+        scalars["grad_norm"] = optax.tree.norm(grads)
+        scalars["learning_rate"] = self.schedule(index)
+        new = self.update(state, grads, scalars["loss"])
+        if self.dtype != jnp.float16:
+            return new, scalars
+        finite = jnp.isfinite(scalars["grad_norm"])
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        scale = jnp.where(finite, old.scale, old.scale / 2)
+        return new._replace(scale=scale), scalars | {"loss_scale": scale}
+
+    def update(self, state, grads, loss):
+        """Parameters, and their averages after it."""
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, value=loss
+        )
+        factors = self.config.get("finetuning.multipliers", ())
+        for k in updates:
+            rates = [rate for pattern, rate in factors if fits([pattern], k)]
+            updates[k] = updates[k] * (rates or [1.0])[0]
+        params = optax.apply_updates(state.params, updates)
+        decay, averages = self.config.get("ema_decay"), params
+        if decay is not None:
+            mean = lambda old, new: decay * old + (1 - decay) * new  # noqa: E731
+            averages = jax.tree.map(mean, state.averages, params)
+        if self.config["optimizer.name"].startswith("schedule_free"):
+            averages = self.schedule_free(opt_state, params)
+        return state._replace(params=params, opt_state=opt_state, averages=averages)
+
+    def schedule_free(self, opt_state, params):
+        """What a schedule-free optimizer averages."""
+        kind = optax.contrib.ScheduleFreeState
+        nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+        (own,) = [x for x in nodes if isinstance(x, kind)]
+        return optax.contrib.schedule_free_eval_params(own, params)
+
+    def evaluate(self, state, examples, count):
+        """Metrics of the first examples, by their weights; and all outputs."""
+        outputs, values, weights = self.values(
+            state.averages, state.frozen, state.net_state, examples
+        )
+        weights = np.asarray(weights, np.float64)[:count]
+        metrics = {
+            k: float(np.sum(np.asarray(x)[:count] * weights) / weights.sum())
+            for k, x in values.items()
+        }
+        if self.config["task.name"] == "classification":
+            said = outputs.argmax(axis=1)[:count]
+            metrics["macro_f1"] = macro_f1(examples["labels"][:count], said)
+        if self.config["task.name"] == "language_model":
+            metrics["perplexity"] = math.exp(metrics["loss"])
+        metrics = {f"eval/{k}": x for k, x in metrics.items()}
+        return metrics, jax.tree.map(np.asarray, outputs)
+
+    def run(self, state, batches, examples):
+        """Trains on the batches, and evaluates where it is due and at the end."""
+        lines, every = {}, self.config.get("eval_every")
+        size = len(jax.tree.leaves(examples)[0])
+        count = min(size, self.config.get("eval_batches", size) * self.batch_size)
+        for step, batch in enumerate(batches, 1):
+            state, scalars = self.step(state, batch, step - 1)
+            scalars = {k: float(x) for k, x in scalars.items()}
+            if self.config["task.name"] == "language_model":
+                scalars["perplexity"] = math.exp(scalars["loss"])
+            lines[step] = {f"train/{k}": x for k, x in scalars.items()}
+            if step == len(batches) or (every and step % every == 0):
+                lines[step] |= self.evaluate(state, examples, count)[0]
+        metrics, outputs = self.evaluate(state, examples, size)
+        params = self.merged(state.averages, state.frozen, jnp.float32)
+        return Outcome(state, params, lines, metrics, outputs)
+
+
+def macro_f1(labels, said):
+    """F1 averaged over the classes that occur or are predicted."""
+    scores = []
+    for k in np.union1d(labels, said):
+        right = np.sum((labels == k) & (said == k))
+        scores.append(2 * right / (np.sum(labels == k) + np.sum(said == k)))
+    return float(np.mean(scores))
