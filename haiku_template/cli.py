@@ -121,8 +121,6 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
 
     `num_devices` counts where no flag does; None means all.
     """
-    if "target" in FLAGS and FLAGS.target is not None:
-        return target_devices(FLAGS.target)
     device = "cpu" if FLAGS.simulate_devices else FLAGS.device
     for finding in jax_doctor.check_environment(device):  # JAX's errors mislead.
         if finding.severity == "error" and FLAGS.fallback != "cpu":

@@ -290,9 +290,8 @@ def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
 
 def check(config: config_dict.ConfigDict) -> None:
     """Checks keys, types, ranges and names without JAX; raises `ConfigError`."""
-    expected = default_config()
     _check_text(config, "config")
-    _check_keys(config, expected, "")
+    _check_keys(config, default_config(), "")
     for key, names in NAMED.items():
         if config[key].name not in names:
             check_name(key, config[key].name, names)
@@ -444,11 +443,16 @@ RANGES = (
         "1 or more, up to 2**31 - 1, a whole number",
     ),
     (
-        "keep_best save_minutes optimizer.learning_rate optimizer.warmup_steps "
+        "save_minutes optimizer.learning_rate optimizer.warmup_steps "
         "optimizer.final_fraction optimizer.weight_decay finetuning.lora.rank "
         "early_stop.min_delta",
         lambda value: value >= 0,
         "0 or more",
+    ),
+    (
+        "keep_best",
+        lambda value: operator.index(value) >= 0,
+        "0 or more, a whole number",
     ),
     (
         "ema_decay optimizer.b1 optimizer.b2 finetuning.lora.dropout",

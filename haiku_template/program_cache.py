@@ -5,7 +5,6 @@ another folder, or by JAX_ENABLE_COMPILATION_CACHE=0.
 """
 
 import contextlib
-import copy
 import functools
 import os
 import shutil
@@ -51,9 +50,7 @@ def _write_at_once() -> None:  # Why: docs/decisions/patches.md#cache-entries
         if cache.eviction_enabled or not os.path.isdir(cache.path):
             return put(cache, key, value)  # Under a lock, or not of this machine.
         with tempfile.TemporaryDirectory(prefix="new-", dir=cache.path) as folder:
-            beside = copy.copy(cache)
-            beside.path = type(cache.path)(folder)
-            put(beside, key, value)
+            put(LRUCache(folder, max_size=-1), key, value)  # It evicts nothing.
             for name in os.listdir(folder):
                 os.replace(os.path.join(folder, name), os.path.join(cache.path, name))
 

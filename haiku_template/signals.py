@@ -215,9 +215,8 @@ def ignore() -> None:
     """Ignores signals but a second SIGINT, as the command ends by itself."""
     for number in EXIT_CODES:
         if signal.getsignal(number) is leave:
-            signal.signal(number, signal.SIG_IGN)
-            if number == signal.SIGINT:
-                signal.signal(number, _ignore_first)
+            is_first = number == signal.SIGINT
+            signal.signal(number, _ignore_first if is_first else signal.SIG_IGN)
 
 
 def _ignore_first(number: int, _: FrameType | None) -> None:

@@ -70,22 +70,23 @@ NOWHERE = f"{os.devnull}/run"  # Of a dry run without a workdir: nothing is ther
 
 def main() -> None:
     """Checks the config, chooses the devices, and trains."""
-    if FLAGS.target == "list":
+    target = FLAGS.target
+    if target == "list":
         return cli.list_targets()
     cli.need("config", *["workdir"] * (not (FLAGS.check or FLAGS.dry_run)))
     if FLAGS.check or FLAGS.dry_run:
         _check_flags()
     config.check(FLAGS.config)
     _check_data_keys(FLAGS.config.data.to_dict())
-    if "," in (FLAGS.target or ""):
-        return _several_targets(FLAGS.target.split(","))
-    profile = FLAGS.profile
-    if profile is not None and FLAGS.config.num_epochs is None:
-        config.interval(profile, FLAGS.config.num_steps)
+    if "," in (target or ""):
+        return _several_targets(target.split(","))
+    if FLAGS.profile is not None and FLAGS.config.num_epochs is None:
+        config.interval(FLAGS.profile, FLAGS.config.num_steps)
     if shares := FLAGS.config.exact_elastic:
         # Why: docs/decisions/training.md#threads
         os.environ.setdefault("PJRT_NPROC", str(shares))
-    devices = cli.device_manager()  # From here on JAX is imported.
+    # From here on JAX is imported.
+    devices = cli.device_manager() if target is None else cli.target_devices(target)
     from haiku_template.runs import start, trial
 
     gc.freeze()  # Why: docs/decisions/house.md#collector
@@ -97,7 +98,7 @@ def main() -> None:
         devices,
         FLAGS.workdir or NOWHERE,
         memory_limit=_memory_limit(),
-        profile=profile,
+        profile=FLAGS.profile,
         dry_run=FLAGS.dry_run,
         rewind=FLAGS.rewind,
         fit=None if FLAGS.fit == "false" else FLAGS.fit,

@@ -246,6 +246,21 @@ def test_targets_are_listed_and_are_for_a_dry_run_alone(tmp_path):
     assert_refused(done, 64, "--target=h100x8", "leave out --device, --num_devices")
 
 
+SCRIPT = """
+from absl import flags
+from haiku_template import cli
+flags.DEFINE_string("target", "price", "The column to predict.")
+cli.run(lambda: print(cli.device_manager().describe(), flags.FLAGS.target))
+"""
+
+
+def test_a_script_may_have_a_flag_of_its_own_for_targets():
+    command = [sys.executable, "-c", SCRIPT, "--device=cpu", "--num_devices=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 x cpu: cpu:0.") and "price" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_dry_run_prints_the_memory_budget_and_writes_nothing(tmp_path):
     """And a misspelled variable is warned of, on the CPU too."""

@@ -360,7 +360,8 @@ def test_batches_without_numbers_are_for_an_iterator():
 
 
 @pytest.mark.parametrize(
-    ("profile", "is_possible"), [("2:5", True), ("2:8", False), ("200:210", False)]
+    ("profile", "is_possible"),
+    [("2:5", True), ("2:8", False), ("200:210", False), ("", False)],
 )
 def test_a_profile_is_of_the_steps_that_epochs_make(
     tmp_path, one_device, profile, is_possible

@@ -133,6 +133,7 @@ REFUSED = {
     "text": ({"a": X, "b": "text"}, Y, "inputs/b of .* is a str, and an array"),
     "nothing": ({}, Y, "the inputs of .* is a empty tree, and an array"),
     "none": (None, Y, "the inputs of .* is a empty tree, and an array"),
+    "labels alone": ({}, {"a": Y}, "the inputs of .* is a empty tree, and an array"),
     "examples": ([*X], Y, "3 inputs/0 and 70 labels; each array"),
 }
 

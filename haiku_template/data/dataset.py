@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -173,11 +173,14 @@ def check_arrays(arrays: Batch, where: str = "the data set") -> dict[str, Any]:
     """Leaves [N, ...] by path; `ConfigError` for an empty set, or a missing label."""
     leaves = leaves_by_path(arrays)
     counts = {getattr(array, "shape", ())[:1] for array in leaves.values()}
-    if not all(type(x) in PLAIN or _is_array(x) for x in leaves.values()):
-        raise _fault(leaves, where)
-    if len(counts) != 1 or counts & {(), (0,)} or not leaves_by_path(arrays["inputs"]):
+    fits = all(type(x) in PLAIN or _is_array(x) for x in leaves.values())
+    if not fits or len(counts) != 1 or counts & {(), (0,)} or not _has_inputs(leaves):
         raise _fault(leaves, where)
     return leaves
+
+
+def _has_inputs(paths: Iterable[str]) -> bool:
+    return any(path.startswith("inputs") for path in paths)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -190,7 +193,7 @@ def _fault(leaves: dict[str, Any], where: str) -> ConfigError:
     """Says why leaves are no arrays of N examples each."""
     kinds = [(x, type(leaf).__name__) for x, leaf in leaves.items()]
     kinds = [(x, kind) for x, kind in kinds if not _is_array(leaves[x])]
-    if kinds or not leaves.keys() - {"labels"}:
+    if kinds or not _has_inputs(leaves):
         path, kind = [*kinds, ("the inputs", "empty tree")][0]
         return ConfigError(
             f"{path} of {where} is a {kind}, and an array is needed; several are a "

@@ -206,14 +206,12 @@ class Scalars(Mapping[str, Any]):  # Why: docs/decisions/training.md#packed-scal
 
 def pack(scalars: Mapping[str, Any]) -> Scalars:
     """Packs the scalars of a step into tables of one row."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[str, jax.Array]] = {}
     for name, x in sorted(scalars.items()):
-        groups.setdefault(str(jnp.result_type(x)), []).append(name)
-    tables = (
-        jnp.stack([jnp.asarray(scalars[name]) for name in names])[None]
-        for _, names in sorted(groups.items())
-    )
-    return Scalars(tuple(tables), tuple(tuple(x) for _, x in sorted(groups.items())))
+        groups.setdefault(str(jnp.result_type(x)), {})[name] = jnp.asarray(x)
+    columns = [group for _, group in sorted(groups.items())]
+    tables = (jnp.stack([*group.values()])[None] for group in columns)
+    return Scalars(tuple(tables), tuple(map(tuple, columns)))
 
 
 class Specs(NamedTuple):
@@ -230,7 +228,7 @@ def compile_step(
     devices: "DeviceManager",
     step: Callable[..., Any],
     donate_argnums: int | tuple = 0,
-    update: Callable[[Any, Any], Any] | None = None,
+    update: Callable[[Any, Any], Any] = lambda _, results: results,
     out_shardings: Any = None,
     specs: Specs | None = None,
 ) -> CompiledStep:
@@ -242,25 +240,17 @@ def compile_step(
     `update(state, results)` sees the arrays of all devices as one. `out_shardings` are
     of the results, or a prefix of their tree; None for replicated.
     """
-    advance = _updating(step, update, devices, specs)
+    mapped = over_devices(step, devices, specs)
 
     @functools.wraps(step)  # Profiles and JAX's logs show its name.
     def run(*args: Any) -> tuple[Any, jax.Array]:
-        return advance(*in_device_memory(args)), _token()
+        args = in_device_memory(args)
+        return update(args[0], mapped(*args)), _token()
 
     if out_shardings is not None or devices.axis_name is not None:
         out_shardings = out_shardings or devices.replicated, devices.replicated
     compiled = jax.jit(run, donate_argnums=donate_argnums, out_shardings=out_shardings)
     return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
-
-
-def _updating(
-    step: Callable[..., Any], update: Any, devices: "DeviceManager", specs: Specs | None
-) -> Callable[..., Any]:
-    mapped = over_devices(step, devices, specs)
-    if update is None:
-        return mapped
-    return lambda state, *args: update(state, mapped(state, *args))
 
 
 def compile_call(
@@ -276,19 +266,19 @@ def compile_call(
     It makes `count` of them, and returns the last state and their packed `Scalars`, as
     `update` returns a state and scalars; arguments are those of `compile_step`.
     """
-    advance = _updating(step, update, devices, specs)
+    mapped = over_devices(step, devices, specs)
     # Else XLA may gather a sharded state for the time of a loop.
     in_place = jax.tree.map(lambda x: x.with_memory_kind(None), out_shardings)
 
-    def advance_in_place(*args: Any) -> tuple[Any, Scalars]:
-        state, scalars = advance(*args)
+    def advance_in_place(state: Any, *args: Any) -> tuple[Any, Scalars]:
+        state, scalars = update(state, mapped(state, *args))
         return jax.lax.with_sharding_constraint(state, in_place), pack(scalars)
 
     @functools.wraps(step)
     def run(state: Any, *args: Any) -> tuple[Any, Scalars]:
         state, *trees, count, batch = in_device_memory((state, *args))
         if most == 1:
-            state, scalars = advance(state, *trees, batch)
+            state, scalars = update(state, mapped(state, *trees, batch))
             return state, pack(scalars)
         return _repeat(advance_in_place, most, count, state, *trees, batch)
 
@@ -307,10 +297,9 @@ def _repeat(
     # Why: docs/decisions/training.md#calls
     _, row = jax.eval_shape(step, state, *args)
     # XLA's CPU compiler copies the whole of an array whose rows are smaller, each time.
-    widths = (max(x.shape[1], ROW_BYTES // x.dtype.itemsize) for x in row.tables)
-    tables = (
-        jnp.zeros((most, width), x.dtype)
-        for width, x in zip(widths, row.tables, strict=True)
+    tables = tuple(
+        jnp.zeros((most, max(x.shape[1], ROW_BYTES // x.dtype.itemsize)), x.dtype)
+        for x in row.tables
     )
 
     def body(i: Any, carry: Any) -> Any:
@@ -320,7 +309,7 @@ def _repeat(
             for table, row in zip(carry[1], scalars.tables, strict=True)
         )
 
-    state, tables = jax.lax.fori_loop(0, count, body, (state, tuple(tables)))
+    state, tables = jax.lax.fori_loop(0, count, body, (state, tables))
     return state, Scalars(tables, row.names)
 
 

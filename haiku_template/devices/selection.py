@@ -29,7 +29,7 @@ class Request(NamedTuple):
     """Request for devices of a platform, by indices or counts, and for their memory."""
 
     spec: str
-    platform: str
+    platform: str | None  # None for JAX's first: `auto`.
     indices: tuple[int, ...]
     num_devices: int | None = None
     simulate_devices: int | None = None
@@ -89,7 +89,7 @@ FAULTS: dict[str, Callable[[Request], Any]] = {
     ),
     "--simulate_devices={simulate_devices} simulates CPU devices and --device={spec} "
     "asks for others; give one of the two": (
-        lambda r: r.simulate_devices and r.platform not in ("auto", "cpu")
+        lambda r: r.simulate_devices and r.platform not in (None, "cpu")
     ),
     "--gpu_memory=unified:{unified} and --gpu_memory_fraction={memory_fraction} both "
     "say how much memory; give one of the two": lambda r: (
@@ -124,7 +124,7 @@ def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
         )
     indices = tuple(map(int, match[2].split(","))) if match[2] else ()
     unified = memory and parse_memory(memory)
-    request = Request(spec, match[1] or "auto", indices, **options, unified=unified)
+    request = Request(spec, match[1], indices, **options, unified=unified)
     if request.memory_fraction is not None:
         check_share(request.memory_fraction)
     for sentence, is_faulty in FAULTS.items():
@@ -201,11 +201,10 @@ def _configure_accelerators(request: Request) -> None:
 def _start(request: Request) -> tuple[list[jax.Device], str]:
     if not backend_started():
         _configure(request)
-    elif request.platform == "auto" and (late_change := ignored_platforms()):
+    elif request.platform is None and (late_change := ignored_platforms()):
         raise DeviceError(f"--device=auto was asked for: {late_change}")
-    platform = None if request.platform == "auto" else request.platform
     try:
-        devices = jax.local_devices(backend=platform)
+        devices = jax.local_devices(backend=request.platform)
     except (RuntimeError, AssertionError) as error:
         raise _unavailable(request, error) from error
     if (simulated := request.simulate_devices) and len(devices) < simulated:
@@ -218,8 +217,8 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
     share = f"{len(picks)} of {len(devices)}" if len(picks) < len(devices) else "all"
     if simulated:
         reason = f"--simulate_devices={simulated}: the CPU as several"
-    elif platform:
-        of_process = f"{share} of this process's {platform} devices"
+    elif request.platform is not None:
+        of_process = f"{share} of this process's {request.platform} devices"
         reason = f"--device={request.spec}, {of_process}"
     else:
         reason = f"--device=auto, and {_reason_for_auto(picks[0].platform, share)}"
@@ -243,7 +242,7 @@ def _unavailable(request: Request, error: Exception) -> DeviceError:
             return _absent(request, [f"gpu:{index}" for index in range(count)])
     reason = _first_line(error)
     late_change = backend_started() and ignored_platforms()
-    if late_change or request.platform in ("gpu", "auto"):
+    if late_change or request.platform in ("gpu", None):
         reason = f"{reason}; {late_change or why_no_gpu()}"
     return DeviceError(
         f"--device={request.spec} was asked for and JAX cannot provide it: {reason}"

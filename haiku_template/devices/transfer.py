@@ -315,10 +315,10 @@ def _check_number(path: Any, leaf: Any) -> None:
 
 def on_devices(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """Puts leaves on the host, or of one process's devices, where `sharding` says."""
+    spans = not sharding.is_fully_addressable
 
     def put(x: Any) -> Any:
-        is_here = isinstance(x, jax.Array) and x.is_fully_addressable
-        if isinstance(x, jax.Array) and is_here <= sharding.is_fully_addressable:
+        if isinstance(x, jax.Array) and not (spans and x.is_fully_addressable):
             return x
         return device_put_everywhere(x, sharding)
 

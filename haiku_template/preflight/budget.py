@@ -250,9 +250,8 @@ def _init_peak(trainer: Trainer) -> int:
         read = tree_bytes((state.params, state.net_state))
         if not trainer.initializer.from_batch:
             return read + device_bytes(state)
-    beside = read + tree_bytes(state.frozen)
     compiled = trainer.initializer.lower(trainer.layout).compile()
-    return beside + _peak(compiled.memory_analysis())
+    return read + tree_bytes(state.frozen) + _peak(compiled.memory_analysis())
 
 
 def _evaluation_peak(trainer: Trainer) -> int:

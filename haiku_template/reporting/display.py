@@ -227,14 +227,9 @@ def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
         places = ", ".join(sorted(set(map(describe, leaves))))
         rows.append((name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", places))
     total = f"{tree_size(groups):,} parameters"
-    size = sum(map(_bytes_each, jax.tree.leaves(groups)))
-    totals = (total, "", "", f"{size:,}", "on each device")
+    totals = (total, "", "", f"{device_bytes(groups):,}", "on each device")
     columns = ("name", "shape", "dtype", "bytes", "where")
     return table("Parameters", columns, rows, [totals])
-
-
-def _bytes_each(leaf: Any) -> int:
-    return device_bytes(leaf) if isinstance(leaf, jax.Array) else leaf.nbytes
 
 
 def frozen_table(params: hk.Params, frozen: hk.Params) -> Table:
@@ -292,16 +287,11 @@ def memory_text(devices: DeviceManager) -> str:
     return "unknown" if size is None else f"{size / 2**20:,.0f} MiB{where}"
 
 
-def bound(metrics: dict[str, float]) -> tuple[str, float]:
-    """Names the largest part of a step, and its share of the time in [0, 1]."""
+def bound_text(metrics: dict[str, float]) -> str:
+    """`bound by compute 93%`: the largest part of a step, and its share of the time."""
     seconds = {name: metrics[key] for key, name in PARTS.items() if key in metrics}
     name = max(seconds, key=seconds.__getitem__)
-    return name, seconds[name] / max(sum(seconds.values()), 1e-12)
-
-
-def bound_text(metrics: dict[str, float]) -> str:
-    """`bound by compute 93%`."""
-    name, share = bound(metrics)
+    share = seconds[name] / max(sum(seconds.values()), 1e-12)
     return f"bound by {name} {share:.0%}"
 
 

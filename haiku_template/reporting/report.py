@@ -62,7 +62,7 @@ class Report:
         profile: tuple[int, int] | None,
         writers: Sequence[Callable[[Path, int], Writer]] = (),
     ) -> None:
-        """Starts writing metrics, measuring and profiling at `step`."""
+        """Starts writing metrics and profiling at `step`."""
         if profile is not None:
             self._begin_profile(step, profile)
         self._start = step
@@ -74,7 +74,6 @@ class Report:
             progress = Progress(self.workdir, step, self._devices.ledger)
             self._stack.callback(progress.close)
             self._writers.append((GOODPUT, lambda step, _: progress.add(step)))
-        self.restart(step)
 
     def _begin_profile(self, step: int, interval: tuple[int, int]) -> None:
         self._profiler = Profiler(interval, self.workdir / PROFILE, self._devices)

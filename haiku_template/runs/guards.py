@@ -15,7 +15,7 @@ from haiku_template.devices.layout import in_device_memory
 from haiku_template.errors import EvaluationError, NonFiniteError, some
 from haiku_template.models.losses import WEIGHT
 from haiku_template.params import leaves_by_path
-from haiku_template.runs.outliers import GradientNorms, blame, located
+from haiku_template.runs.outliers import GradientNorms, blame, located, oddity
 from haiku_template.runs.scalars import LOSS, NORM, SCALE, StepScalars
 from haiku_template.storage import Checkpoints
 from haiku_template.training.state import SKIPPED
@@ -182,15 +182,9 @@ class Guards:
             step,
             _subject(values),
             step - 1,
-            self._cause(step),
+            oddity(self._trainer, lambda: self._blame([step])),
             self._most,
         )
-
-    def _cause(self, step: int) -> str:
-        if getattr(self._train, "once", False):
-            return "its batch cannot be read again"
-        process = self._devices.processes.name
-        return self._blame([step]) or f"no value of its batch{process} stands out"
 
     def _end(self, values: dict[str, float]) -> None:
         """Raises the error of steps in a row; `values` are those of the last."""

@@ -181,20 +181,18 @@ class _Run(NamedTuple):
         Raises an error of the data, an evaluation or a hook once the steps before it
         are saved, but for numbers that are not finite.
         """
-        unlogged, watched = ExitStack(), nullcontext(self)
+        watched = nullcontext(self)
         if self.watchdog_minutes is not None:
             watched = self.signals.watched(self, self.watchdog_minutes)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
         explicit = self.trainer.devices.explicit_transfers()
         with watched as run:
-            with explicit, self.signals.saving(self, unlogged):
-                state, last = run._steps(state, start, stop, unlogged)
+            with explicit, self.signals.saving(self):
+                state, last = run._loop(state, start, stop)
             self.checkpoints.wait()
         return state, last
 
-    def _steps(
-        self, state: TrainState, start: int, stop: int, unlogged: ExitStack
-    ) -> tuple[TrainState, int]:
+    def _loop(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
         every, timer = self.every, self.checkpoints.timer
         facts = {"hooks": bool(self.hooks), "save_minutes": bool(timer)}
         processes = self.trainer.devices.processes
@@ -209,6 +207,7 @@ class _Run(NamedTuple):
             return due or bool(self.hooks) or step == start + 1
 
         # A thread makes them ahead: `training/feed.py`.
+        unlogged = self.signals.unlogged
         with self.trainer.calls(start, stop, ends_call) as calls, unlogged:
             self.report.restart(start)
             for steps, arrays in calls:
@@ -318,7 +317,7 @@ class _Run(NamedTuple):
             self.signals.writes = False
         return is_saving or waits
 
-    def save_latest(self, unlogged: ExitStack) -> int | None:
+    def save_latest(self) -> int | None:
         """Saves what the last call made; returns its step, None if there was none.
 
         Tells no hook, which may be what blocks or has failed.
@@ -334,7 +333,7 @@ class _Run(NamedTuple):
             step, metrics = self.signals.evaluated
             metrics = metrics if step == steps[-1] else None
             self._save(steps, state, scalars, metrics, waits=True)
-            unlogged.close()
+            self.signals.unlogged.close()
             return steps[-1]
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -49,6 +49,14 @@ def located(trainer: Trainer, row: int, rows: int) -> str:
     device = devices[row * len(devices) // rows]
     process = process and f" in process {device.process_index}"
     return f"row {row}, which is on {device_name(device)}{process}"
+
+
+def oddity(trainer: Trainer, search: Callable[[], str]) -> str:
+    """Describes what `search` finds in a batch, or why nothing is found there."""
+    if getattr(trainer.experiment.data.train, "once", False):
+        return "its batch cannot be read again"
+    process = trainer.devices.processes.name
+    return search() or f"no value of its batch{process} stands out"
 
 
 def _magnitudes(trainer: Trainer, step: int) -> dict[str, np.ndarray]:
@@ -101,18 +109,14 @@ class GradientNorms:
             step,
             norm,
             self._usual,
-            self._cause(step),
+            oddity(self._trainer, lambda: self._blame(step)),
         )
 
-    def _cause(self, step: int) -> str:
-        if getattr(self._trainer.experiment.data.train, "once", False):
-            return "its batch cannot be read again"
+    def _blame(self, step: int) -> str:
         usual: dict[str, float] = {}
         for number in {step, max(step - 1, 1)}:
             for path, sizes in _magnitudes(self._trainer, number).items():
                 median = float(np.median(sizes.max(axis=1)))
                 usual[path] = min(usual.get(path, np.inf), median)
         limits = {path: FACTOR * x or LARGEST for path, x in usual.items()}
-        value = blame(self._trainer, step, limits)
-        process = self._trainer.devices.processes.name
-        return value or f"no value of its batch{process} stands out"
+        return blame(self._trainer, step, limits)

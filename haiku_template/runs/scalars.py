@@ -40,10 +40,9 @@ class StepScalars:
     def note(self, steps: range, scalars: Scalars) -> None:
         """Keeps the scalars of a call's steps, unread."""
         self.pending.append((steps, scalars))
-        if steps[-1] - self.pending[0][0][0] >= PENDING:
-            stacks, self.stacks = self.stacks, []
-            for stack in stacks:
-                self._read(*stack)
+        first = self.pending[0][0][0]
+        if steps[-1] - first >= PENDING:
+            self.look(first - 1)
             self.collect()
 
     def collect(self) -> None:
@@ -65,11 +64,7 @@ class StepScalars:
         if self.pending and self.pending[0][0][-1] <= last:
             self.collect()
         while self.stacks and self.stacks[0][0][-1][-1] <= last:
-            self._read(*self.stacks.pop(0))
-
-    def _read(
-        self, calls: list[range], names: tuple[str, ...], stack: jax.Array
-    ) -> None:
-        tables = zip(calls, self._devices.fetch(stack), strict=False)
-        table = np.concatenate([rows[: len(steps)] for steps, rows in tables])
-        self._hand([*chain(*calls)], dict(zip(names, table.T, strict=True)))
+            calls, names, stack = self.stacks.pop(0)
+            tables = zip(calls, self._devices.fetch(stack), strict=False)
+            table = np.concatenate([rows[: len(steps)] for steps, rows in tables])
+            self._hand([*chain(*calls)], dict(zip(names, table.T, strict=True)))

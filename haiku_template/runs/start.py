@@ -62,7 +62,8 @@ def run(
     devices.processes.agree(flatten(to_dict(config), "config.") | facts)
     if config.num_epochs is not None:
         config = in_steps(config, devices)
-    options |= {"profile": interval(profile, config.num_steps)} if profile else {}
+    if profile is not None:
+        options["profile"] = interval(profile, config.num_steps)
     if fit is not None:
         config = fitted(config, devices, Path(workdir), memory_limit, fit, dry_run)
         if dry_run and fit != "apply":
@@ -74,11 +75,9 @@ def run(
     if rewind is not None and not dry_run:
         mirror = Path(config.mirror).expanduser() if mirrored else None
         _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
-    begun = bool(config.init_from and _begun(Path(workdir), config.mirror))
-    lost = begun and is_lost(config.init_from)
-    begun, lost = devices.processes.first((begun, lost))
-    if lost:
-        config = _without_lost_source(config)
+    begun = False  # Asked of a run with `init_from` alone.
+    if config.init_from:
+        config, begun = _with_source(config, devices, Path(workdir))
     trainer = trainer_of(config, devices, begun)
     train, how = loop_of(config), loop_options(config)
     if dry_run:
@@ -99,10 +98,16 @@ def run(
         raise
 
 
-def _without_lost_source(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+def _with_source(
+    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path
+) -> tuple[config_dict.ConfigDict, bool]:
+    """Config of a run, less an `init_from` that is lost; and whether it has begun."""
+    begun = devices.processes.first(_begun(workdir, config.mirror) is not None)
+    if not devices.processes.first(begun and is_lost(config.init_from)):
+        return config, begun
     if config.compat:
         compat.install()  # Before the model is imported.
-    return without_source(config, family_of(config.model.name))
+    return without_source(config, family_of(config.model.name)), begun
 
 
 def trainer_of(
@@ -162,9 +167,7 @@ def fitted(
         taken = devices.processes.first(_taken(workdir, config.mirror))
         if taken is not None:
             return _as_fitted(config, with_tuples(taken))
-    begun = devices.processes.first(_begun(workdir, config.mirror) is not None)
-    lost = devices.processes.first(begun and is_lost(config.init_from))
-    to_build = _without_lost_source(config) if lost else config
+    to_build, _ = _with_source(config, devices, workdir)
     build = functools.partial(_changed_trainer, to_build, devices)
     limit = devices.memory_limit() if limit is None else limit
     cheapest = preflight.fit(build, workdir, limit)
@@ -180,8 +183,9 @@ def fitted(
 
 def _begun(workdir: Path, mirror: str | None) -> Path | None:
     """Folder that has the checkpoints of the run: its workdir, or its mirror."""
-    places = [workdir, *[Path(mirror or "").expanduser()] * bool(mirror)]
-    return next(filter(has_checkpoints, places), None)
+    if has_checkpoints(workdir):
+        return workdir
+    return Path(mirror).expanduser() if is_copied(mirror) else None
 
 
 def _taken(workdir: Path, mirror: str | None) -> dict[str, Any] | None:

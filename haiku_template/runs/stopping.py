@@ -1,7 +1,6 @@
 """Signals that stop a run once its state is saved."""
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -77,6 +76,7 @@ class StopSignals:
         self.lock, self.bytes = threading.RLock(), 0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
         self.evaluated: tuple[int, Any] = 0, None  # Step and metrics of the last.
+        self.unlogged = contextlib.ExitStack()  # Lines of metrics that are to come.
         self._timers, self._is_open, self.writes = [], False, False
         # Seconds: of the first signal, the last call, and the longest one.
         self._first, self._called, self._longest = 0.0, math.inf, 0.0
@@ -112,22 +112,20 @@ class StopSignals:
             self._runtime.restore()
 
     @contextlib.contextmanager
-    def saving(self, run: Any, unlogged: contextlib.ExitStack) -> Iterator[None]:
+    def saving(self, run: Any) -> Iterator[None]:
         """Context of the loop: the state is saved before an error, but not `UNSAVED`.
 
         So it is by the thread that obeys in place of the loop.
         """
-        self.run, self.unlogged = run, unlogged
-        self.save = functools.partial(run.save_latest, unlogged)
+        self.run, self.save = run, run.save_latest
         runtime = self._runtime
         try:
             with runtime.entering(run) if runtime else contextlib.nullcontext():
                 yield
         except Exception as error:
             is_finite = isinstance(error, errors.EvaluationError)
-            if is_finite or not isinstance(
-                error, (*UNSAVED, StorageError, Interrupted)
-            ):
+            unsaved = *UNSAVED, StorageError, Interrupted
+            if is_finite or not isinstance(error, unsaved):
                 _save_or_warn(runtime or self)
             raise
         finally:

@@ -268,7 +268,7 @@ class Checkpoints:
 
     def _write(self, step: int, state: Any, metrics: Any, **changes: Any) -> None:
         """Starts to write a step."""
-        manifest = manifests.of(_on_host(state), self._run, step, self.facts) | changes
+        manifest = manifests.of(state, self._run, step, self.facts) | changes
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
             metrics=ocp.args.JsonSave(_checked(metrics or {})),

@@ -68,6 +68,14 @@ def test_an_option_out_of_its_range_is_refused_before_there_is_a_workdir(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("key", ["keep_best", "keep_last", "log_every"])
+def test_half_a_checkpoint_or_step_is_refused(tmp_path, one_device, key):
+    trainer = made(one_device, lambda step: batch())
+    with pytest.raises(ConfigError, match=rf"config\.{key}=1\.5; .*a whole number"):
+        train(trainer, num_steps=2, workdir=tmp_path, **{key: 1.5})
+    assert not any(tmp_path.iterdir())
+
+
 def test_options_of_both_kinds_have_ranges():
     assert {"num_steps", "log_every", "sdc_replay", "seed", "ema_decay"} < set(KEYS)
 
