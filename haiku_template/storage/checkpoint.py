@@ -44,6 +44,7 @@ STEP = "step"  # Field of a state.
 CHECKSUM = "crc32"  # Of the metrics, among them.
 SAVE_THREAD = "async_save"  # Orbax's name of it.
 READS = 2  # Before a checkpoint counts as damaged.
+OF_NO_FILE = MemoryError, jax.errors.JaxRuntimeError  # Of this machine, its devices.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 RETRY_SECONDS = (1.0, 2.0, 4.0)  # Before the last save is tried again.
@@ -693,7 +694,7 @@ def quiet(sentence: str, kind: type[Exception] = StorageError) -> Iterator[None]
         except Exception as error:
             errors.append(error)
             logging.getLogger("asyncio").addFilter(_is_retrieved)
-            if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+            if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, OF_NO_FILE):
                 raise
             raise kind(f"{sentence}: {failures.root_cause(error)}") from error
 

@@ -190,6 +190,23 @@ def test_bits_that_orbax_takes_for_right_are_compared_with_their_digest(tmp_path
     )
 
 
+def test_an_error_of_a_device_is_no_damage_of_a_checkpoint(
+    tmp_path, monkeypatch, stopped
+):
+    """A run set the newest aside, and went on from an older one."""
+    shutil.copytree(stopped[0], tmp_path / "run")
+    folder = tmp_path / "run/checkpoints"
+    before = sorted(x.name for x in folder.iterdir())
+
+    def altered(manifest, state):
+        raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE")
+
+    monkeypatch.setattr(checkpoint.manifests, "altered", altered)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ECC_UNCORRECTABLE"):
+        run(tmp_path / "run", 6)
+    assert sorted(x.name for x in folder.iterdir()) == before
+
+
 def test_an_error_of_the_disk_that_passes_is_no_damage(
     tmp_path, monkeypatch, caplog, stopped
 ):
