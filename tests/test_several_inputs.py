@@ -138,6 +138,15 @@ REFUSED = {
 }
 
 
+def test_arrays_of_tokens_are_told_how_they_are_given():
+    """It was said that classification takes one whole number an example."""
+    x = np.zeros((8, 6), np.int32)
+    spec = BatchSpec(4, labels="tokens")
+    with pytest.raises(ConfigError, match=r'takes tokens.*labels="any"'):
+        from_split(Split(x, x, x, x), spec)
+    assert from_split(Split(x, x, x, x), spec._replace(labels="any")).num_outputs == 6
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_trees_that_are_no_examples_are_refused_in_a_sentence(name):
     inputs, labels, words = REFUSED[name]

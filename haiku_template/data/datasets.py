@@ -111,6 +111,11 @@ def _count_outputs(
         except ConfigError as error:
             hint = 'Task(..., labels="numbers"), or BatchSpec in a script'
             raise ConfigError(f"{error}; if they are no classes: {hint}") from None
+    if kind == "tokens":
+        raise ConfigError(
+            f"{where} is arrays, and the task takes tokens, whose vocabulary they do "
+            'not tell; give spec._replace(labels="any"), and the model its vocab_size'
+        )
     if kind not in ("any", "numbers"):
         return check_classes(labels, num_classes, where), True
     if labels.dtype.kind not in "fiub":
