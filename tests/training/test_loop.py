@@ -362,12 +362,15 @@ def evaluated_on(dataset, **options):
     return with_data(made(**options), evaluation=dataset)
 
 
-def test_an_evaluation_that_is_not_finite_is_not_saved(tmp_path):
+def test_a_finite_state_is_saved_before_its_evaluation_ends_the_run(tmp_path):
+    """What was trained is not lost for a value of the data to evaluate on."""
     inputs = np.array(INPUTS)
     inputs[20] = np.nan
     with pytest.raises(NonFiniteError, match="evaluation's loss after step 2 is"):
         train(evaluated_on(HeldOut(inputs)), num_steps=2, workdir=tmp_path)
-    assert not any((tmp_path / "checkpoints").iterdir())
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    train(evaluated_on(HeldOut()), num_steps=2, workdir=tmp_path)  # It is mended.
+    assert read(tmp_path / "metrics.jsonl")[-1]["eval/loss"] > 0
 
 
 def test_a_fault_in_evaluation_costs_no_step(tmp_path):

@@ -57,7 +57,7 @@ def texts_of(batch):
 
 def test_each_epoch_holds_every_example_once_and_each_batch_has_a_bucket(labelled):
     data = jsonl(CLASSIFICATION, path=labelled, context=64, validation_fraction=0)
-    lengths, per_epoch = data.train.lengths, 53 // 8
+    lengths, per_epoch = data.train.lengths, -(-53 // 8)
     assert 1 < len(lengths) <= 4 and data.evaluation is None
     seen, shapes = [], set()
     for step in range(per_epoch * 53):  # So many blocks are a whole number of epochs.
@@ -80,7 +80,7 @@ def test_padding_goes_no_further_than_the_bucket_of_the_longest(labelled):
         buckets = np.searchsorted(lengths, sizes)
         mixed += len(set(buckets)) > 1
     # Of a block's batches, only those at the edge of two buckets hold both.
-    assert mixed <= 60 // (53 // 8) * (len(lengths) - 1)
+    assert mixed <= -(-60 // -(-53 // 8)) * (len(lengths) - 1)
 
 
 def test_a_batch_is_a_function_of_seed_and_step(labelled):
