@@ -201,9 +201,13 @@ class Oracle:
             grads, state.opt_state, state.params, value=loss
         )
         factors = self.config.get("finetuning.multipliers", ())
-        for k in updates:
+
+        def scaled(k, x):
             rates = [rate for pattern, rate in factors if fits([pattern], k)]
-            updates[k] = updates[k] * (rates or [1.0])[0]
+            return x * (rates or [1.0])[0]
+
+        # Not in place: an optimizer's momentum may be the same dictionary.
+        updates = {k: scaled(k, x) for k, x in updates.items()}
         params = optax.apply_updates(state.params, updates)
         decay, averages = self.config.get("ema_decay"), params
         if decay is not None:
