@@ -23,7 +23,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.models import mlp
 from haiku_template.runs import train
 from haiku_template.training import Experiment, classification
-from tests.runs import UNDRAWN
+from tests.runs import UNDRAWN, run_command
 from tests.test_commands import digest, numbers
 
 ROOT = Path(__file__).parents[1]
@@ -258,6 +258,52 @@ def test_an_error_of_others_code_is_raised_once_the_last_state_is_saved(
     train(trainer(), workdir=tmp_path / "run", **options)
     assert digest(tmp_path / "run") == digest(tmp_path / "plain")
     assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
+
+
+CALLED_BACK = """
+import jax, numpy as np
+import haiku as hk
+from haiku_template.config import default_config
+
+calls = []
+
+
+def count(x):
+    calls.append(x)
+    if len(calls) > 12:
+        raise RuntimeError("the simulator is gone")
+    return np.float32(0)
+
+
+def model(num_outputs, axis_name):
+    def forward(inputs):
+        form = jax.ShapeDtypeStruct((), np.float32)
+        zero = jax.pure_callback(count, form, inputs[0, 0, 0, 0])
+        return hk.nets.MLP([num_outputs])(hk.Flatten()(inputs)) + zero
+
+    return hk.without_apply_rng(hk.transform(forward))
+
+
+def get_config():
+    config = default_config()
+    config.num_steps, config.save_every, config.log_every = 20, 2, 2
+    config.model, config.steps_per_call = {"name": "config:model"}, 1
+    return config
+"""
+
+
+def test_an_error_on_devices_is_told_once_and_the_checkpoint_before_is_whole(tmp_path):
+    """Two devices, which report it after the call: the state is of no use by then."""
+    (tmp_path / "config.py").write_text(CALLED_BACK)
+    arguments = ["train", "--config=config.py", "--workdir=run", "--device=cpu"]
+    arguments += ["--simulate_devices=2", "--config.data.placement=host"]
+    path = os.pathsep.join([str(tmp_path), UNDRAWN])
+    done = run_command(*arguments, cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 1 and "the simulator is gone" in done.stderr
+    assert "cannot be read from its devices, and is not saved" in done.stderr
+    assert "another exception occurred" not in done.stderr
+    done = run_command("checkpoints", "--workdir=run", cwd=tmp_path)
+    assert done.returncode == 0 and "verified" in done.stdout
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from haiku_template import errors, signals
@@ -31,6 +32,7 @@ LATE = (
     "the run did not end within {:.0f} s: what was not saved by then is lost; the same "
     "command resumes the last checkpoint"
 )
+UNREADABLE = "the last state cannot be read from its devices, and is not saved: %s"
 SAVED = "step {} is saved, and the same command resumes it"
 LISTENING: dict[int, "StopSignals"] = {}  # By the thread that trains.
 NOTHING_NEW = "and nothing new was saved; the same command resumes what was"
@@ -238,6 +240,8 @@ def _save_or_warn(saves: Any) -> None:
         saves.save()
     except StorageError as error:
         logger.warning("%s", error)
+    except JaxRuntimeError as error:  # What failed on a device left no state.
+        logger.warning(UNREADABLE, str(error).split("\n")[0])
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
