@@ -111,7 +111,7 @@ def _count_outputs(
         except ConfigError as error:
             hint = 'Task(..., labels="numbers"), or BatchSpec in a script'
             raise ConfigError(f"{error}; if they are no classes: {hint}") from None
-    if kind == "tokens":
+    if kind == "tokens" and labels.ndim > 1:  # Else the task says what it takes.
         raise ConfigError(
             f"{where} is arrays, and the task takes tokens, whose vocabulary they do "
             'not tell; give spec._replace(labels="any"), and the model its vocab_size'
