@@ -7,6 +7,7 @@ over it can take. Why: docs/decisions/storage.md#bounds
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +32,16 @@ def contents(path: Path, most: int = MOST) -> bytes:
     if max(size, len(data)) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return data
+
+
+def lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Iterates over a regular file's lines, of `MOST` bytes; raises `OSError`.
+
+    `start` is the byte to begin at.
+    """
+    with opened(path) as file:
+        file.seek(start)
+        yield from iter(lambda: file.readline(MOST), b"")
 
 
 def parse(text: str | bytes, kind: type = object, pairs: Any = None) -> Any:

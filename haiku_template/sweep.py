@@ -121,7 +121,7 @@ def _train_here(members: list[Member]) -> dict[str, int]:
 def _state(member: Member) -> str:
     """State of a run with nothing to do; raises `ConfigError` for another's workdir."""
     from haiku_template.runs import comparison, start
-    from haiku_template.storage import read, workdir
+    from haiku_template.storage import metrics, workdir
 
     values = config.to_dict(member.config)
     workdir.check(member.workdir, values, start.is_copied(member.config.mirror))
@@ -129,7 +129,7 @@ def _state(member: Member) -> str:
     epochs = values.get("num_epochs")
     if epochs is not None and saved.get("num_epochs") == epochs:
         values["num_steps"] = saved["num_steps"]
-    rows = read(member.workdir / workdir.METRICS)
+    rows = metrics.read(member.workdir / workdir.METRICS, metrics.sampled)
     state = comparison.state_of(member.workdir, values, rows)
     return state if state in ("done", comparison.EARLY) else ""
 

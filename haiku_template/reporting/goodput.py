@@ -5,18 +5,19 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from haiku_template import signals
-from haiku_template.bounded import contents, is_number, parse
+from haiku_template.bounded import is_number, lines, parse
 from haiku_template.devices import Ledger
 from haiku_template.devices.transfer import COMPILED
 from haiku_template.errors import MemoryFullError, is_exhausted
 from haiku_template.storage.files import Note
-from haiku_template.storage.workdir import MOST_METRICS
 
 GOODPUT, FULL = "goodput.jsonl", MemoryFullError.exit_code
 # Seconds of the ledger, by the name that they have here; what is left is of steps.
@@ -76,30 +77,40 @@ def goodput(workdir: str | Path) -> dict[str, float]:
     without a file; `other` is what no step was made in, such as the report's drawing.
     The time between two starts is in none of them.
     """
-    starts: list[list[dict[str, Any]]] = []
-    with suppress(OSError, ValueError):
-        for line in contents(Path(workdir) / GOODPUT, MOST_METRICS).splitlines():
-            with suppress(ValueError, KeyError):  # A kill cuts off the last one.
-                row = parse(line[line.rfind(b'{"time"') :], dict)
-                if not all(map(is_number, (row["time"], row["step"], *row.values()))):
-                    continue
-                starts += [[]] * ("began" in row)
-                for rows in starts[-1:]:
-                    rows.append(row)
-    seconds: Counter[str] = Counter()
-    for i, rows in enumerate(starts, 1):
-        later = (following[0]["step"] for following in starts[i:])
-        seconds.update(_of_start(rows, min(later, default=None)))
+    path, seconds = Path(workdir) / GOODPUT, Counter()
+    with suppress(OSError):
+        steps = [row["step"] for row in _rows(path) if "began" in row]
+        for start, rows in groupby(_numbered(_rows(path)), itemgetter(0)):
+            if start:  # Else the row that began it is damaged.
+                later = min(steps[start:], default=None)
+                seconds.update(_of_start(map(itemgetter(1), rows), later))
     return dict(seconds)
 
 
-def _of_start(rows: list[dict[str, Any]], resumed: int | None) -> Counter[str]:
+def _numbered(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbers each row by its start, from 1."""
+    start = 0
+    for row in rows:
+        start += "began" in row
+        yield start, row
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Iterates over a goodput.jsonl; a kill cuts off the last row."""
+    for line in lines(path):
+        with suppress(ValueError, KeyError):
+            row = parse(line[line.rfind(b'{"time"') :], dict)
+            if all(map(is_number, (row["time"], row["step"], *row.values()))):
+                yield row
+
+
+def _of_start(rows: Iterator[dict[str, Any]], resumed: int | None) -> Counter[str]:
     """Seconds of a start, up to the first step of those behind it; None: of none."""
-    lost = f"lost {rows[-1].get('code', 'killed')}"
-    compilation = rows[0].get("compilation", 0.0)
-    starting = rows[0]["time"] - rows[0]["began"] - compilation
-    seconds = Counter(starting=starting, compilation=compilation)
-    for old, new in pairwise(rows):
+    first = new = next(rows)
+    compilation = first.get("compilation", 0.0)
+    starting = first["time"] - first["began"] - compilation
+    seconds, lost = Counter(starting=starting, compilation=compilation), 0.0
+    for old, new in pairwise(chain([first], rows)):
         parts = {k: new.get(k, 0.0) - old.get(k, 0.0) for k in PARTS}
         remainder = "steps" if new["step"] > old["step"] else "other"
         parts[remainder] = new["time"] - old["time"] - sum(parts.values())
@@ -108,7 +119,8 @@ def _of_start(rows: list[dict[str, Any]], resumed: int | None) -> Counter[str]:
             # What was done after the step that was resumed counts, too.
             counts = name in ONCE and old["step"] == resumed
             seconds[name] += value if counts else share * value
-            seconds[lost] += 0.0 if counts else (1 - share) * value
+            lost += 0.0 if counts else (1 - share) * value
+    seconds[f"lost {new.get('code', 'killed')}"] = lost
     return Counter({name: value for name, value in seconds.items() if value > 0})
 
 

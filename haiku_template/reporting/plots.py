@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from haiku_template.storage import read
 from haiku_template.storage import workdir as names
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ def scale(title: str, lines: Lines) -> str:
     return "log" if title == "loss" and all(v > 0 for v in values) else "linear"
 
 
-def write(workdir: Path) -> Path | None:
-    """Draws metrics.jsonl as report.png; without matplotlib warns and returns None."""
-    metrics = panels(read(workdir / names.METRICS))
+def write(workdir: Path, rows: list[dict[str, Any]]) -> Path | None:
+    """Draws metrics as report.png; without matplotlib warns and returns None."""
+    metrics = panels(rows)
     height = -(-len(metrics) // 2)
     if (figure := _figure(names.REPORT, 10, 1 + 3 * height)) is None:
         return None

@@ -11,7 +11,7 @@ from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodp
 from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
-from haiku_template.storage.metrics import MetricsWriter, read
+from haiku_template.storage.metrics import MetricsWriter, read, sampled
 from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
 
 Metrics = dict[str, float]
@@ -114,13 +114,12 @@ class Report:
         if self._start and not self._follows:
             with dispensable("the goodput"):
                 self.print(described(goodput(self.workdir)))
-        path = self.workdir
+        path, rows = self.workdir, read(self.workdir / METRICS, sampled)
         with dispensable(self.workdir / REPORT):
-            path = (not self._follows and plots.write(path)) or path
+            path = (not self._follows and plots.write(path, rows)) or path
         self.print(f"done      step {step}; {path}")
         if self._display.in_notebook and path.suffix:
             notebook.show_picture(path)
-        rows = read(self.workdir / METRICS)
         return {k: v for row in rows for k, v in row.items() if k != "step"}
 
     def _write(self, step: int, metrics: Metrics) -> None:

@@ -6,6 +6,7 @@ there, and returns a function of (step, metrics). A resumed run has the same id 
 
 import csv
 import io
+import itertools
 import math
 import os
 import time
@@ -17,9 +18,9 @@ from haiku_template.errors import need_package
 from haiku_template.params import flatten
 from haiku_template.registry import resolve
 from haiku_template.reporting import tensorboard
-from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import append_whole
+from haiku_template.storage.metrics import rows_of
 
 PROJECT = "haiku_template"  # Where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says none.
 TAG = "haiku_template.run"
@@ -49,9 +50,12 @@ def csv_writer(workdir: Path, start: int) -> Callable[[int, dict[str, float]], N
         header = list(columns)
         columns.clear()  # If writing fails, the next row writes all of them anew.
         if any(name not in header for name in metrics):
-            rows = read(workdir / workdirs.METRICS)
-            header = [*dict.fromkeys([*header, *(k for row in rows for k in row)])]
-            workdirs.write_atomically(path, _table(header, rows, has_header=True))
+            file = workdir / workdirs.METRICS
+            names = (name for row in rows_of(file) for name in row)
+            header = [*dict.fromkeys(itertools.chain(header, names))]
+            rows = (_table(header, [row]) for row in rows_of(file))
+            head = _table(header, [], has_header=True)
+            workdirs.write_atomically(path, itertools.chain([head], rows))
         else:
             append_whole(path, _table(header, [{"step": step} | metrics]))
         columns.extend(header)

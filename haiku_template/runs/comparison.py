@@ -15,8 +15,8 @@ from haiku_template.errors import ConfigError
 from haiku_template.reporting import plots
 from haiku_template.reporting.display import table
 from haiku_template.runs.early_stop import early_stop
-from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
+from haiku_template.storage.metrics import read, sampled
 
 PICTURE = "comparison.png"
 EARLY = "stopped early"
@@ -27,7 +27,7 @@ class Summary(NamedTuple):
 
     name: str  # Path below the folder.
     keys: dict[str, Any]  # Of its config, dotted; {} of a script's.
-    rows: list[dict[str, Any]]  # Of metrics.jsonl.
+    rows: list[dict[str, Any]]  # Of metrics.jsonl, `sampled`.
     metric: str
     best: tuple[float, int] | None  # Its best value, and the first step that has it.
     state: str  # `running`, `done`, `stopped early`, `stopped at 120`, `not saved`.
@@ -41,11 +41,18 @@ def summarize_run(
     Raises `ConfigError` if its config cannot be read.
     """
     values = configs.completed(workdirs.read_json(workdir / workdirs.CONFIG))
-    rows = read(workdir / workdirs.METRICS)
     if metric is None:
         ranks = workdirs.ranks(workdir)
         metric, mode = str(ranks["best_metric"]), mode or ranks["best_mode"]
-    points = [(row[metric], row["step"]) for row in rows if row.get(metric) is not None]
+    points: list[tuple[float, int]] = []
+
+    def watched(row: dict[str, Any]) -> dict[str, Any]:
+        if row.get(metric) is not None:
+            points.append((row[metric], row["step"]))
+        return row
+
+    file = workdir / workdirs.METRICS
+    rows = read(file, lambda rows: sampled(map(watched, rows)))
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
     started = workdirs.read_json(workdir / workdirs.ENV).get("num_steps")

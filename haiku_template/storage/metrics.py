@@ -1,21 +1,27 @@
 """Metrics on disk: one JSON object a line, and TensorBoard events."""
 
 import ctypes
+import itertools
 import json
 import logging
 import math
 import operator
 import socket
 import struct
+import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from haiku_template.bounded import contents, is_number, parse
+from haiku_template.bounded import is_number, lines, parse
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import Note, dispensable
 
 logger = logging.getLogger(__name__)
+Row = dict[str, Any]
+UNREADABLE = "%s cannot be read: %s"
+MOST_ROWS = 5_000  # Of training, that a picture or a table needs.
 # Fields of TensorFlow's event.proto, and kinds of a protocol buffer's values.
 WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7
 VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5
@@ -35,8 +41,8 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
     def __init__(self, workdir: Path, start: int) -> None:
         path, self._lines = workdir / workdirs.METRICS, None
         with dispensable(path):
-            lines = [json.dumps(row) for row in _rows(path) if row["step"] <= start]
-            workdirs.write_atomically(path, "".join(f"{line}\n" for line in lines))
+            rows = (row for row in rows_of(path) if row["step"] <= start)
+            workdirs.write_atomically(path, (f"{json.dumps(x)}\n" for x in rows))
             self._lines = Note(path)
         file = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
         self._events = Note(workdir / workdirs.TENSORBOARD / file, "ab")
@@ -100,30 +106,86 @@ def _checksum(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the undamaged lines of a metrics.jsonl; [] without a file."""
+def read(path: Path, take: Callable[[Iterator[Row]], list[Row]] = list) -> list[Row]:
+    """Reads the undamaged lines of a metrics.jsonl; [] without a file.
+
+    `take` makes the list, of their iterator: it may be `sampled`.
+    """
     try:
-        return _rows(path)
-    except (OSError, ValueError) as error:
-        logger.warning("%s cannot be read: %s", path, error)
+        return take(rows_of(path))
+    except OSError as error:
+        logger.warning(UNREADABLE, path, error)
         return []
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Parses the lines; a kill cuts off the last one, and a disk may damage any."""
-    if not path.exists():
-        return []
-    rows, damaged = [], []
-    text = contents(path, workdirs.MOST_METRICS).decode("utf-8", "replace")
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
+def sampled(rows: Iterable[Row], most: int = MOST_ROWS) -> list[Row]:
+    """Samples some `most` to twice as many rows evenly, of any number.
+
+    All evaluations are among them, each with the row before it, and the last row.
+    """
+    chosen: list[tuple[int | None, Row]] = []  # With the number of each that may go.
+    every, count = 1, 0
+    pairs = itertools.pairwise(itertools.chain(rows, [{}]))
+    for number, (row, following) in enumerate(pairs):
+        stays = not following or any(map(_is_evaluation, (row, following)))
+        if stays or number % every == 0:
+            chosen.append((None if stays else number, row))
+            count += not stays
+        if count > 2 * most:
+            every *= 2
+            chosen = [x for x in chosen if x[0] is None or x[0] % every == 0]
+            count = sum(x[0] is not None for x in chosen)
+    return [row for _, row in chosen]
+
+
+def _is_evaluation(row: Row) -> bool:
+    return any(key.startswith("eval/") for key in row)
+
+
+class Reader:
+    """Reader of a metrics.jsonl that grows, as it is called again and again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._rows = path, 0, []
+
+    def __call__(self) -> list[Row]:
+        """Reads the lines since the last call, and returns the rows of all."""
         try:
-            row = parse(line, dict)
+            self._rows += _undamaged(self._path, self._lines())
+        except OSError as error:
+            logger.warning(UNREADABLE, self._path, error)
+        return [*self._rows]
+
+    def _lines(self) -> Iterator[bytes]:
+        for line in lines(self._path, self._place) if self._path.exists() else ():
+            if not line.endswith(b"\n"):  # Not all of it is written yet.
+                return
+            self._place += len(line)
+            yield line
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """Iterates over the undamaged lines of a metrics.jsonl; raises `OSError`."""
+    return _undamaged(path, lines(path) if path.exists() else ())
+
+
+def _undamaged(path: Path, text: Iterable[bytes]) -> Iterator[Row]:
+    """Parses lines; a kill cuts off the last one, and a disk may damage any."""
+    damaged, number = [], 0
+    for number, line in enumerate(text, 1):
+        try:
+            row = parse(line.decode("utf-8", "replace"), dict, _interned)
             if not all(x is None or is_number(x) for x in row.values()):
                 raise ValueError("other things than numbers")
-            rows.append({"step": operator.index(row["step"])} | row)
+            row = {"step": operator.index(row["step"])} | row
         except (ValueError, TypeError, KeyError):
             damaged.append(number)
-    if damaged and damaged != [len(lines)]:
+        else:
+            yield row
+    if damaged and damaged != [number]:
         logger.warning("%s: lines %s are damaged, and left out", path, damaged)
-    return rows
+
+
+def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a row, whose keys are those of all others: so they take a third."""
+    return {sys.intern(key): value for key, value in pairs}

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,6 @@ LOCK_SECONDS = 120.0  # More than a lease of NFS.
 ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
 # Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
-MOST_METRICS = 2**29  # Bytes.
 RANKS = {"best_metric": "eval/loss", "best_mode": "min"}  # Of an earlier version.
 PROCESSES, PROGRAM, IMAGES = "processes", "program.json", "images"
 FLAGS = {*VARIABLES, "jax_default_matmul_precision", "jax_enable_x64"}
@@ -78,8 +77,9 @@ def _make_inner(workdir: Path, index: int) -> Path:
         (inner / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
         for name in (CONFIG, RUN, METRICS, PROGRAM, BASE):
             if (workdir / name).exists():
-                data = bounded.contents(workdir / name, MOST_METRICS)
-                (inner / name).write_bytes(data)
+                original = bounded.opened(workdir / name)
+                with original, (inner / name).open("xb") as copy:
+                    shutil.copyfileobj(original, copy)
     return inner
 
 
@@ -414,13 +414,15 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(values, indent=2, default=operator.index) + "\n")
 
 
-def write_atomically(path: Path, contents: str | bytes) -> None:
+def write_atomically(path: Path, contents: str | bytes | Iterable[str | bytes]) -> None:
     """Writes a file so that it holds the old contents or the new, whatever happens."""
+    parts = [contents] if isinstance(contents, str | bytes) else contents
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)  # Perhaps a link.
         with temporary.open("xb") as file:
-            file.write(contents.encode() if isinstance(contents, str) else contents)
+            for part in parts:
+                file.write(part.encode() if isinstance(part, str) else part)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -1,9 +1,9 @@
 """Tries the lives of a range of seeds, and prints those that went wrong.
 
-    python -m tests.lifecycle LO HI [FOLDER]
+    python -m tests.lifecycle LO HI [FOLDER [CONFIG]]
 
 Exits with 1 if any did. Undisturbed runs are kept in FOLDER, and the workdirs of lives
-that went wrong.
+that went wrong. CONFIG is one of `CONFIGS` in life.py; by default any.
 """
 
 import os
@@ -14,17 +14,17 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-from tests.lifecycle.life import Life  # noqa: E402
+from tests.lifecycle.life import Life
 
 
-def main(low, high, folder=None):
+def main(low, high, folder=None, name=None):
     """Prints each life with its faults, and how many had any."""
     folder = Path(folder or tempfile.mkdtemp(prefix="lives-"))
     folder.mkdir(exist_ok=True, parents=True)
     count = 0
     for seed in range(int(low), int(high)):
         begun = time.monotonic()
-        life = Life(seed, folder)
+        life = Life(seed, folder, name)
         life.live()
         seconds = time.monotonic() - begun
         verdict = "went wrong" if life.faults else "went well"

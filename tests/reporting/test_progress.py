@@ -119,9 +119,8 @@ def test_a_loss_below_zero_is_drawn(losses, scale):
 
 def test_the_report_draws_any_number_of_panels(tmp_path):
     for count in (0, 1, 5):
-        text = "".join(f'"train/m{i}": {-i}, ' for i in range(count))
-        (tmp_path / "metrics.jsonl").write_text(f'{{{text}"step": 1}}\n')
-        assert plots.write(tmp_path).read_bytes().startswith(b"\x89PNG")
+        row = {"step": 1} | {f"train/m{i}": -i for i in range(count)}
+        assert plots.write(tmp_path, [row]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_bytes_of_a_sharded_parameter_are_those_of_a_device():

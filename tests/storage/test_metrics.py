@@ -1,10 +1,13 @@
 import contextlib
+import itertools
 import json
 import math
+import tracemalloc
 
 import pytest
 
-from haiku_template.reporting import plots
+from haiku_template.reporting import goodput, plots, trackers
+from haiku_template.runs import comparison
 from haiku_template.storage import metrics
 from haiku_template.storage.metrics import MetricsWriter, read
 
@@ -74,5 +77,75 @@ def test_the_report_is_drawn_for_any_number_of_lines(tmp_path, rows):
         for step in range(1, rows + 1):
             write(step, {"train/loss": 1 / step, "train/learning_rate": 0.1})
             write(step, {"eval/loss": 1 / step})
-    picture = plots.write(tmp_path)
+    picture = plots.write(tmp_path, read(tmp_path / "metrics.jsonl"))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def write_rows(path, number):
+    row = {f"train/{name}": 0.1 for name in ("loss", "grad_norm", "learning_rate")}
+    with path.open("w") as file:
+        for step in range(1, number + 1):
+            file.write(json.dumps({"step": step} | row) + "\n")
+            if step % 1000 == 0:
+                file.write(json.dumps({"step": step, "eval/loss": 1 / step}) + "\n")
+
+
+def kib_of(function):
+    """KiB that Python holds at most while a function runs."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1] // 1024
+    finally:
+        tracemalloc.stop()
+
+
+LONG = {
+    "a resume": lambda folder: MetricsWriter(folder, 19_000).close(),
+    "a sample": lambda folder: read(
+        folder / "metrics.jsonl", lambda rows: metrics.sampled(rows, 100)
+    ),
+    "a CSV": lambda folder: trackers.csv_writer(folder, 0)(1, {"train/loss": 1.0}),
+    "goodput": lambda folder: goodput.goodput(folder),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_a_long_run_is_read_line_by_line(tmp_path, what):
+    """A run overnight has a million rows."""
+    (tmp_path / "config.json").write_text("{}")
+    LONG[what](tmp_path)  # What it imports stays.
+    write_rows(tmp_path / "metrics.jsonl", 20_000)
+    times = [{"time": float(i), "step": i} for i in range(20_000)]
+    rows = [times[0] | {"began": 0.0}, *times[1:]]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "goodput.jsonl").write_text(text)
+    assert kib_of(lambda: LONG[what](tmp_path)) < 500
+
+
+def test_a_sample_is_even_and_has_all_evaluations_and_the_end(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", 20_000)
+    rows = read(tmp_path / "metrics.jsonl", lambda rows: metrics.sampled(rows, 100))
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    evaluated = [row["step"] for row in rows if "eval/loss" in row]
+    assert evaluated == [*range(1000, 20_001, 1000)]
+    assert 100 < len(steps) <= 240 and steps == sorted(steps) and steps[-1] == 20_000
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 128
+    (tmp_path / "config.json").write_text("{}")
+    summary = comparison.summarize_run(tmp_path, metric="train/loss", mode="min")
+    assert len(summary.rows) < 11_000 and summary.best == (0.1, 1)
+    few = [{"step": step} for step in range(1, 200)]
+    assert metrics.sampled(few, 100) == few and metrics.sampled([]) == []
+
+
+def test_a_reader_goes_on_where_it_was_and_leaves_half_a_line(tmp_path):
+    file, reader = (
+        tmp_path / "metrics.jsonl",
+        metrics.Reader(tmp_path / "metrics.jsonl"),
+    )
+    assert reader() == []
+    file.write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2')
+    assert reader() == [{"step": 1, "train/loss": 0.5}]
+    with file.open("a") as opened:
+        opened.write(', "eval/loss": null}\n')
+    assert reader() == read(file) and len(reader()) == 2

@@ -70,7 +70,7 @@ def test_the_picture_is_replaced_and_nothing_else_is_left(tmp_path):
 
 
 DRAWN = {
-    "report": lambda path, text: plots.write(path),
+    "report": lambda path, text: plots.write(path, ROWS),
     "comparison": lambda path, text: plots.write_comparison(
         path / "c.png", {text: ROWS, "b": ROWS}, [f"train/{text}"]
     ),
