@@ -89,7 +89,9 @@ def pytest_collection_finish():
 def no_report():
     """Drawing report.png takes longer than most runs of tests, here and in commands."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "plots", SimpleNamespace(write=lambda workdir: None))
+        patch.setattr(
+            report, "plots", SimpleNamespace(write=lambda workdir, rows: None)
+        )
         patch.setenv("PYTHONPATH", UNDRAWN)
         yield
 
