@@ -89,9 +89,7 @@ def pytest_collection_finish():
 def no_report():
     """Drawing report.png takes longer than most runs of tests, here and in commands."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            report, "plots", SimpleNamespace(write=lambda workdir, rows: None)
-        )
+        patch.setattr(report, "plots", SimpleNamespace(write=lambda *_: None))
         patch.setenv("PYTHONPATH", UNDRAWN)
         yield
 
