@@ -7,8 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from haiku_template.errors import NonFiniteError
 from tests.oracle import template
-from tests.oracle.draw import examples
+from tests.oracle.draw import examples, further
 from tests.oracle.plain import Oracle, flat
 
 # Rounding in each precision. The oracle trains again from parameters that are off by
@@ -32,8 +33,15 @@ def disagreements(case):
         params, net_state = oracle.first(batches[0], pretrained)
         state = oracle.start(params, net_state, adapters)
         faults = [*_of_order(train, batches)]
+        if case["bad"] is not None and (batches[0]["labels"]["weight"] < 0).any():
+            return faults + _of_first_step(case, config, folder)
         trained = template.trained(case, config, folder)
-    runs = [oracle.run(_off(case, state, n), batches, test) for n in range(3)]
+    if case["kind"] == "noisy":
+        drawn = trained["net_state"]["~/drawn"]
+        faults += _of_draws(drawn[: trained["net_state"]["~/count"]])
+        state.net_state["~"]["drawn"] = drawn
+    few = further(case)
+    runs = [oracle.run(_off(case, state, n), batches, test, few) for n in range(3)]
     wanted, *others = [parts_of(case, run) for run in runs]
     begin = flat(state.params)
     for part in sorted(trained.keys() | wanted.keys()):
@@ -44,24 +52,48 @@ def disagreements(case):
 
 
 def _write_pretrained(oracle, train, path):
-    """Writes parameters of another seed, by path; network state is left to the run."""
-    key = jax.random.key(99)
-    params, _ = oracle.init(key, oracle.inputs(train))
-    arrays = {k: np.asarray(x) + np.float32(0.01) for k, x in flat(params).items()}
+    """Writes parameters of another seed, by path, and averages of norms."""
+    key, off = jax.random.key(99), np.float32(0.01)
+    params, net_state = oracle.init(key, oracle.inputs(train))
+    arrays = {k: np.asarray(x) + off for k, x in flat(params).items()}
+    is_of_norm = oracle.config["model.name"] == "resnet"
+    for k, x in flat(net_state if is_of_norm else {}).items():
+        arrays[f"state:{k}"] = np.asarray(x) + (off if x.ndim else 0)  # No counter.
     np.savez(path, **arrays)
     return arrays
 
 
 def _of_order(train, batches):
-    """Each epoch that is whole must have each example once."""
-    if "points" in train:  # In buckets, which follow no passes.
-        return
-    rows = np.concatenate([x["inputs"] for x in batches])
-    count = len(train["inputs"])
-    for first in range(0, len(rows) - count + 1, count):
-        epoch = np.unique(rows[first : first + count], axis=0)
-        if not np.array_equal(epoch, np.unique(train["inputs"], axis=0)):
-            yield f"order: the examples from {first} on are no epoch"
+    """Each epoch that is whole must have each example once.
+
+    Of buckets, which take whole batches, none may have come twice more than another.
+    """
+    in_buckets, slack = "points" in train, 0
+    part = lambda x: x["points"][:, 0] if in_buckets else x["inputs"]  # noqa: E731
+    rows = [part(x) for x in batches]
+    every, size, rows = len(part(train)), len(rows[0]), np.concatenate(rows)
+    if in_buckets:
+        every, slack = -(-every // size) * size, 1
+    each, of_each = np.unique(part(train), axis=0, return_counts=True)
+    for end in range(every, len(rows) + 1, every):
+        some, of_some = np.unique(rows[:end], axis=0, return_counts=True)
+        if not np.array_equal(each, some) or np.ptp(of_some / of_each) > slack:
+            yield f"order: the first {end} examples are not all as often"
+
+
+def _of_first_step(case, config, folder):
+    """A first step that is not finite must end the run."""
+    try:
+        template.trained(case, config, folder)
+    except NonFiniteError:
+        return []
+    return ["a first step that is not finite does not end the run"]
+
+
+def _of_draws(drawn):
+    """No step, micro-batch or device may draw what another did."""
+    if len(np.unique(drawn)) < drawn.size:
+        yield "draws: the same number twice"
 
 
 def _off(case, state, n):
@@ -80,17 +112,20 @@ def _off(case, state, n):
 
 def parts_of(case, run):
     """What the oracle says of a run, in the parts that the template gives."""
-    config, last = case["config"], max(run.lines)
+    config, ends = case["config"], {max(run.lines)}
+    ends |= {case["stops_at"]} if case["extends"] else set()  # Of a first start.
     parts = {"params": run.state.params, "net_state": flat(run.state.net_state)}
     has_averages = config["optimizer.name"].startswith("schedule_free")
     if has_averages or "ema_decay" in config:
         parts["averages"] = run.state.averages
     parts |= {"merged": run.params, "evaluate": run.evaluation}
+    if case["asks_best"]:
+        parts["best"] = run.best
     if config["model.name"] != "gpt":  # Exported in Hugging Face's names.
         parts["exported"] = run.params
     parts["predictions"] = flat({"outputs": run.predictions})
     for step, line in run.lines.items():
-        is_logged = step % config["log_every"] == 0 or step == last
+        is_logged = step % config["log_every"] == 0 or step in ends
         kinds = ("train/", "eval/") if is_logged else ("eval/",)
         line = {k: x for k, x in line.items() if k.startswith(kinds)}
         if line:

@@ -1,17 +1,27 @@
 """Cases drawn from a seed: what is asked for, as a plain dictionary, and its examples.
 
-Left out is what the documentation leaves open: dropout, whose key differs by device.
+Left out is dropout, of which nothing tells what it dropped: a model of the kind `noisy`
+keeps what it draws.
 """
 
+import jax
 import numpy as np
 
 from tests.oracle.optimizers import NAMES
 
 KINDS = ("mlp", "numbers", "weighted", "resnet", "gpt", "masked", "tokens", "points")
+KINDS += ("noisy",)
 # Those that make one up, which a warm-up's first rate of 0 would not fit.
-RATE_FREE = ("cocob", "dog", "dowg", "momo", "momo_adam")
+RATE_FREE = ("cocob", "dog", "dowg", "momo", "momo_adam", "dadapt_adamw", "prodigy")
 # Their updates go by signs: rounding of a gradient of zero is a whole step.
 BY_SIGN = ("sign_sgd", "signum", "lion")
+OPTIONS = {  # Of their own.
+    "galore": {"rank": 2, "update_proj_gap": 3},
+    "prodigy": {"estim_lr0": 0.3},
+    "dadapt_adamw": {"estim_lr0": 0.3},
+    "radam": {"eps": 1e-3},
+    "tests.oracle.optimizers:slow": {"share": 0.5},
+}
 
 
 def some(rng, chance, value, other):
@@ -36,26 +46,37 @@ def draw(seed):
     size = 4 * micro * one(rng, 1, 2)
     config = {"seed": int(rng.integers(9)), "batch_size": size}
     config |= {"accumulate_steps": micro} | _model(rng, kind, case)
-    config |= _length(rng, kind, case) | _optimizer(rng) | _metrics(rng)
+    config |= _length(rng, kind, case) | _optimizer(rng) | _metrics(rng, case)
     config |= _precision(rng, kind, config) | _placing(rng, kind)
     config |= _finetuning(rng, kind, case, config)
     if rng.random() < 0.3 and "schedule_free" not in config["optimizer.name"]:
         config["ema_decay"] = one(rng, 0.5, 0.9)
+    config |= _sums(rng, kind, case, config)
+    if kind == "noisy":
+        calls, rows = config["num_steps"] * micro, size // micro
+        config |= {"model.calls": calls, "model.rows": rows}
+    if case["bad"] is not None:
+        config["max_consecutive_nonfinite"] = 9
     case["config"] = config
     return case
 
 
 def _length(rng, kind, case):
-    if kind != "points" and rng.random() < 0.3:
+    """Steps, and a first start that is stopped, or is for fewer of them."""
+    case["extends"] = False
+    if kind not in ("points", "noisy") and rng.random() < 0.3:
         return {"num_epochs": one(rng, 0.4, 1.0, 1.7)}
     steps = int(rng.integers(2, 10))
     if rng.random() < 0.4:
         case["stops_at"] = int(rng.integers(1, steps))
+        case["extends"] = bool(rng.random() < 0.3)
     return {"num_steps": steps}
 
 
 def _model(rng, kind, case):
     case["num_outputs"], name = one(rng, 3, 5), "tests.oracle.models"
+    # An example whose weight below 0 makes a step not finite.
+    case["bad"] = some(rng, 0.3, 1, None) if kind == "weighted" else None
     if kind in ("mlp", "numbers", "weighted"):
         width, layers = one(rng, 8, 13), int(rng.integers(1, 3))
         keys = {"model.name": "mlp", "model.width": width, "model.num_layers": layers}
@@ -68,7 +89,11 @@ def _model(rng, kind, case):
         return sizes | {"task.name": "classification"}
     if kind == "points":
         keys = {"model.name": f"{name}:user_points", "model.width": 8}
+        keys |= some(rng, 0.3, {"model.per_example": True}, {})
         return keys | {"task.name": "own_loss"}
+    if kind == "noisy":
+        keys = {"model.name": f"{name}:user_noisy", "model.width": 8}
+        return keys | {"task.name": "classification"}
     case["num_outputs"] = 11
     sizes = {"model.num_layers": 1, "model.width": 8, "model.num_heads": 2}
     sizes |= {"model.context": 6, "model.name": "gpt"}
@@ -83,26 +108,39 @@ def _optimizer(rng):
     name = one(rng, "sgd", "adamw", "adamw", *NAMES)
     warmup = 0 if name in RATE_FREE else one(rng, 0, 0, 2, 3)
     keys = {"learning_rate": one(rng, 1e-3, 1e-2), "warmup_steps": warmup}
-    keys |= {"schedule": one(rng, "cosine", "linear", "constant", "wsd")}
+    shapes = ("cosine", "linear", "constant", "wsd", "tests.oracle.optimizers:falling")
+    keys |= {"schedule": one(rng, *shapes)}
     keys |= {"final_fraction": one(rng, 0.0, 0.1), "name": name}
     keys |= {"weight_decay": one(rng, 0.0, 0.1, 0.5)}
     keys |= some(rng, 0.3, {"clip_norm": one(rng, 0.05, 0.5)}, {})
     if name in ("adamw", "lion", "adam"):
         keys |= some(rng, 0.5, {"b1": 0.8, "b2": 0.95}, {})
+        keys |= some(rng, 0.3, {"mu_dtype": "bfloat16"}, {})
+    keys |= OPTIONS.get(name, {})
     if name == "sgd":
         keys |= some(rng, 0.5, {"momentum": 0.5, "nesterov": True}, {})
     return {f"optimizer.{key}": value for key, value in keys.items()}
 
 
-def _metrics(rng):
+def _metrics(rng, case):
     keys = {"log_every": int(rng.integers(1, 4))}
     keys |= some(rng, 0.5, {"eval_every": int(rng.integers(1, 5))}, {})
     keys |= some(rng, 0.3, {"eval_batches": 1}, {})
-    return keys | some(rng, 0.3, {"save_every": int(rng.integers(1, 4))}, {})
+    keys |= some(rng, 0.3, {"save_every": int(rng.integers(1, 4))}, {})
+    stopping = {"early_stop.patience": 1, "early_stop.mode": one(rng, "min", "max")}
+    if not case["extends"]:
+        keys |= some(rng, 0.2, stopping, {})
+    # All steps that are evaluated are saved, and the best of them stays.
+    case["asks_best"] = bool(rng.random() < 0.2)
+    best = {"save_every": keys.get("eval_every")}
+    return keys | (best if case["asks_best"] else {})
 
 
 def _precision(rng, kind, config):
-    if kind in ("points", "weighted", "tokens") or config["optimizer.name"] in BY_SIGN:
+    if (
+        kind in ("points", "weighted", "tokens", "noisy")
+        or config["optimizer.name"] in BY_SIGN
+    ):
         return {}
     return {"precision": one(rng, "float32", "float32", "bfloat16", "float16")}
 
@@ -118,7 +156,24 @@ def _placing(rng, kind):
     keys |= some(rng, 0.1, {"sdc_replay": "first:2,every:3"}, {})
     keys |= some(rng, 0.2, {"save_minutes": 0.0}, {})
     staged = one(rng, "host", "host", "device", "auto")
-    return keys | {"data.placement": "host" if kind in ("masked", "points") else staged}
+    keys |= {"data.placement": "host" if kind in ("masked", "points") else staged}
+    has_workers = keys["data.placement"] != "device" and rng.random() < 0.05
+    return keys | ({"data.workers": 2} if has_workers else {})
+
+
+def _sums(rng, kind, case, config):
+    """How gradients are added up over the devices."""
+    if kind == "noisy":
+        return {}
+    if rng.random() < 0.15:
+        calls = {"steps_per_call": 1} if "steps_per_call" in config else {}
+        keys = {"exact_elastic": 4, "sharding": (), "optimizer.shard_moments": False}
+        return keys | calls
+    rounds = kind != "resnet" and config["optimizer.name"] not in BY_SIGN
+    if rounds and rng.random() < 0.2:  # Statistics of norms are of all devices.
+        case["devices_then"] = case["devices"]
+        return {"reduce_dtype": "bfloat16"}
+    return {}
 
 
 def _finetuning(rng, kind, case, config):
@@ -127,6 +182,7 @@ def _finetuning(rng, kind, case, config):
         **dict.fromkeys(("gpt", "masked", "tokens"), "gpt/block_0/mlp/*"),
         "resnet": "head/*",
         "points": "mlp/~/linear_1/*",
+        "noisy": "linear_1/*",
     }
     keys, part = {}, parts[kind]
     case["reads"] = rng.random() < 0.3
@@ -134,27 +190,55 @@ def _finetuning(rng, kind, case, config):
         keys |= some(rng, 0.3, {"finetuning.fresh": (part,)}, {})
     if rng.random() < 0.3:
         keys["finetuning.train"] = (part,)
-        keys |= some(rng, 0.3, {"finetuning.base_dtype": "bfloat16"}, {})
-    has_lora = kind not in ("resnet", "points", "tokens") and rng.random() < 0.2
-    if has_lora:
-        keys |= {"finetuning.lora.rank": 2, "finetuning.lora.alpha": one(rng, 2.0, 6.0)}
-        patterns = ("mlp/~/linear_1/w",) if part[0] == "m" else ("*/attention/*/w",)
-        keys["finetuning.lora.patterns"] = patterns
+    if rng.random() < 0.25:
+        keys |= _lora(rng, kind)
+    if keys.keys() - {"finetuning.fresh"} and rng.random() < 0.5:
+        dtype = one(rng, "bfloat16", "int8", "nf4")
+        keys["finetuning.base_dtype"] = dtype
+        keys |= some(rng, 0.3, {"finetuning.unquantized": ("*/b",)}, {})
+        if dtype == "nf4" and "model.width" in config:
+            keys["model.width"] = 64
     if rng.random() < 0.2 and "schedule_free" not in config["optimizer.name"]:
-        keys["finetuning.multipliers"] = ((one(rng, "*", "*w*", "*b*"), 0.25),)
+        pairs = ((one(rng, "*", "*w*", "*b*"), 0.25), ("*", 0.5))
+        keys["finetuning.multipliers"] = pairs[: one(rng, 1, 2)]
     return keys
+
+
+def _lora(rng, kind):
+    keys = {"finetuning.lora.rank": 2, "finetuning.lora.alpha": one(rng, 2.0, 6.0)}
+    patterns = {
+        **dict.fromkeys(("gpt", "masked", "tokens"), ("*/attention/*/w",)),
+        **dict.fromkeys(("mlp", "numbers", "weighted"), ("mlp/~/linear_1/w",)),
+        "resnet": ("*conv*/w",),
+        "points": ("mlp/~/linear_0/w",),
+        "noisy": ("linear/w",),
+    }
+    words = ("each in in out", "in out in out")
+    axes = (("*", one(rng, *words)),) if kind == "resnet" else (("*", "out in"),)
+    keys |= some(rng, 0.3, {"finetuning.lora.axes": axes}, {})
+    return keys | {"finetuning.lora.patterns": patterns[kind]}
 
 
 def examples(case):
     """Training and test examples of a case: trees of arrays [N, ...] each."""
     rng = np.random.default_rng((case["seed"], 1))
     sizes = case["num_train"], case["num_test"]
-    return [_examples(rng, case["kind"], n, case["num_outputs"]) for n in sizes]
+    parts = [_examples(rng, case["kind"], n, case["num_outputs"]) for n in sizes]
+    if case["bad"] is not None:
+        parts[0]["labels"]["weight"][case["bad"]] = -1
+    return parts
+
+
+def further(case):
+    """Sets that are evaluated beside the test examples, by name."""
+    if case["kind"] not in ("weighted", "tokens"):
+        return {}
+    return {"few": jax.tree.map(lambda x: x[-9:], examples(case)[0])}
 
 
 def _examples(rng, kind, n, classes):
     labels = rng.permutation(np.arange(n) % classes).astype(np.int32)
-    if kind in ("mlp", "weighted"):
+    if kind in ("mlp", "weighted", "noisy"):
         x = rng.normal(size=(n, 5)).astype(np.float32)
         weights = rng.integers(0, 5, size=n) * np.float32(0.75) + (labels == 0)
         named = {"class": labels, "weight": weights.astype(np.float32)}

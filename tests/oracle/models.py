@@ -88,14 +88,17 @@ def user_gpt(num_outputs, axis_name, **sizes):
 
 
 def plain_points(num_outputs, width, **_):
-    """A loss of each example [B], which counts by its points, beside their number."""
+    """A loss of each example [B], which counts by its points, beside their number.
+
+    Of one example, too, without the axis of the examples.
+    """
 
     def forward(batch, is_training):
         said = hk.nets.MLP([width, 1])(batch["points"])[..., 0]  # [B, L]
-        wrong = jnp.square(said - batch["points"].sum(axis=2)) * batch["mask"]
-        count = batch["mask"].sum(axis=1)
-        scalars = {"example_weight": count, "inner": {"largest": wrong.max(axis=1)}}
-        return wrong.sum(axis=1) / count, scalars
+        wrong = jnp.square(said - batch["points"].sum(axis=-1)) * batch["mask"]
+        count = batch["mask"].sum(axis=-1)
+        scalars = {"example_weight": count, "inner": {"largest": wrong.max(axis=-1)}}
+        return wrong.sum(axis=-1) / count, scalars
 
     return hk.transform_with_state(forward)
 
@@ -112,9 +115,56 @@ def user_points(num_outputs, axis_name, width):
     )
 
 
+def noisy(num_outputs, width, calls, rows, draw):
+    """An MLP whose hidden units are noisy in training; its state is all that it drew.
+
+    `draw(noise, size)` gives the numbers of a call of `size` examples, and those that
+    the state keeps: it has a row for each of so many calls of all devices.
+    """
+
+    def forward(inputs, is_training):
+        x = hk.Linear(width)(inputs)
+        drawn = hk.get_state("drawn", (calls, rows), init=jnp.zeros)
+        count = hk.get_state("count", (), jnp.int32, init=jnp.zeros)
+        if is_training:
+            noise, row = draw(drawn[count], len(inputs))
+            x = x * (1 + 0.3 * noise[:, None])
+            drawn = jax.lax.dynamic_update_slice(drawn, row[None], (count, 0))
+            hk.set_state("drawn", drawn)
+            hk.set_state("count", count + 1)
+        return hk.Linear(num_outputs)(jax.nn.relu(x))
+
+    return hk.transform_with_state(forward)
+
+
+def user_noisy(num_outputs, axis_name, **sizes):
+    """The model as a user's, which draws for the examples of its device."""
+
+    def draw(_, size):
+        noise = jax.random.normal(hk.next_rng_key(), (size,))
+        if axis_name is None:
+            return noise, noise
+        return noise, jax.lax.all_gather(noise, axis_name, tiled=True)
+
+    return noisy(num_outputs, draw=draw, **sizes)
+
+
+def plain_noisy(num_outputs, **sizes):
+    """The model where the state says what was drawn."""
+
+    def draw(row, size):
+        if hk.running_init():
+            hk.next_rng_key()  # Parameters behind it have the next one.
+            return jnp.zeros(size), row
+        return row, row
+
+    return noisy(num_outputs, draw=draw, **sizes)
+
+
 MODELS = {"mlp": plain_mlp, "resnet": plain_resnet, "gpt": plain_gpt}
 MODELS |= {"tests.oracle.models:user_gpt": plain_gpt}
 MODELS |= {"tests.oracle.models:user_points": plain_points}
+MODELS |= {"tests.oracle.models:user_noisy": plain_noisy}
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 

@@ -6,10 +6,10 @@ import optax
 # How each decays, by `config.optimizer.weight_decay`. L2: added to the gradient.
 L2 = ("sgd", "lars", "adadelta", "cocob")
 # Optax's own argument, of matrices: within a trust ratio, or times an estimated rate.
-OWN = ("lamb", "dog", "dowg")
+OWN = ("lamb", "dog", "dowg", "galore")
 # Optax's own argument, of all parameters, since it takes no mask.
 OF_ALL = ("madgrad", "momo", "momo_adam", "novograd")
-OF_ALL += ("schedule_free_adamw", "schedule_free_sgd")
+OF_ALL += ("schedule_free_adamw", "schedule_free_sgd", "dadapt_adamw", "prodigy")
 # Times the learning rate, of matrices.
 DECOUPLED = (
     *("acprop", "adabelief", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
@@ -17,7 +17,29 @@ DECOUPLED = (
     *("nadam", "nadamw", "optimistic_adam_v2", "optimistic_gradient_descent"),
     *("radam", "rmsprop", "sign_sgd", "signum", "simplified_ademamix", "yogi"),
 )
-NAMES = (*L2, *OWN, *OF_ALL, *DECOUPLED)
+# A user's: one takes neither decay nor clipping, and has them around it.
+USERS = ("tests.oracle.optimizers:slow", "tests.oracle.optimizers:whole")
+NAMES = (*L2, *OWN, *OF_ALL, *DECOUPLED, *USERS)
+KEYS = ("b1", "b2", "momentum", "nesterov", "mu_dtype", "rank", "update_proj_gap")
+KEYS += ("eps", "estim_lr0", "share")
+
+
+def slow(schedule, share):
+    """A user's optimizer with a key of its own."""
+    return optax.sgd(lambda step: share * schedule(step))
+
+
+def whole(schedule, weight_decay, clip_norm):
+    """A user's optimizer that decays, and clips what the schedule makes."""
+    parts = [optax.scale_by_rms(), optax.add_decayed_weights(weight_decay)]
+    parts += [optax.scale_by_learning_rate(schedule)]
+    return optax.chain(*parts, optax.clip_by_global_norm(clip_norm or 1.0))
+
+
+def falling(learning_rate, num_steps, warmup_steps, final_fraction):
+    """A user's schedule."""
+    end = num_steps + warmup_steps
+    return lambda step: learning_rate * (1 - (1 - final_fraction) * step / end)
 
 
 def make_schedule(config, num_steps):
@@ -26,6 +48,8 @@ def make_schedule(config, num_steps):
     warmup = min(warmup, num_steps - 1)  # A warm-up of all steps is cut.
     name, steps = config["optimizer.schedule"], num_steps - warmup
     end = config["optimizer.final_fraction"]
+    if ":" in name:
+        return falling(rate, num_steps, warmup, end)
 
     def schedule(step):
         past = jnp.clip((step - warmup) / steps, 0, 1)  # Share of the decay.
@@ -53,9 +77,11 @@ def matrices(params):
 def make_optimizer(config, schedule):
     """Clipping, then the optimizer, with its decay."""
     name, decay = config["optimizer.name"], config["optimizer.weight_decay"]
-    keys = {"b1", "b2", "momentum", "nesterov"}
-    options = {k: x for k in keys if (x := config.get(f"optimizer.{k}")) is not None}
-    function = getattr(optax, name, None) or getattr(optax.contrib, name)
+    options = {k: x for k in KEYS if (x := config.get(f"optimizer.{k}")) is not None}
+    if name in USERS:
+        function = {"slow": slow, "whole": whole}[name.partition(":")[2]]
+    else:
+        function = getattr(optax, name, None) or getattr(optax.contrib, name)
     if name == "sgd":
         options = {"momentum": 0.9} | options
     if name in OWN:
@@ -64,14 +90,17 @@ def make_optimizer(config, schedule):
         options["weight_decay"] = decay
     elif name in ("adamw", "lion", "adamaxw", "nadamw", "lars"):  # Optax's is not 0.
         options["weight_decay"] = 0.0
+    norm = config.get("optimizer.clip_norm")
+    if name.endswith(":whole"):
+        return whole(schedule, decay, norm)
     parts = [function(schedule, **options)]
     if name in L2:
         parts.insert(0, optax.add_decayed_weights(decay, mask=matrices))
-    if name in DECOUPLED:
+    if name in DECOUPLED or name in USERS:
         decayed = optax.add_decayed_weights(
             lambda step: -decay * schedule(step), mask=matrices
         )
         parts.append(decayed)
-    if (norm := config.get("optimizer.clip_norm")) is not None:
+    if norm is not None:
         parts.insert(0, optax.clip_by_global_norm(norm))
     return optax.chain(*parts)

@@ -6,7 +6,7 @@ dictionary; `case["config"]` has keys of a config that differ from the defaults.
 Parameters are flat dictionaries by path, `module/name`.
 """
 
-import fnmatch
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.oracle.frozen import change, fits, rounded, words_of
 from tests.oracle.models import MODELS, TASKS
 from tests.oracle.optimizers import make_optimizer, make_schedule
 
@@ -39,6 +40,7 @@ class Outcome(NamedTuple):
 
     state: State
     params: dict[str, Any]  # As in evaluation: averaged and merged.
+    best: dict[str, Any]  # The same, of the step with the least loss.
     lines: dict[int, dict[str, float]]  # Metrics by step.
     evaluation: dict[str, float]
     predictions: Any
@@ -58,11 +60,6 @@ def nested(leaves):
         module, _, name = path.rpartition("/")
         tree.setdefault(module, {})[name] = leaf
     return tree
-
-
-def fits(patterns, path):
-    """True if one of the patterns fits a path."""
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def to_float(dtype, tree):
@@ -93,10 +90,14 @@ class Oracle:
         if self.num_steps is None:  # Rounded up to whole steps.
             batches = config["num_epochs"] * case["num_train"] / self.batch_size
             self.num_steps = max(1, math.ceil(batches - 1e-9))
-        self.schedule = make_schedule(config, self.num_steps)
-        self.optimizer = make_optimizer(config, self.schedule)
+        # A start for fewer steps has a schedule that ends with them.
+        ends = {self.num_steps} | ({case["stops_at"]} if case["extends"] else set())
+        schedules = {n: make_schedule(config, n) for n in sorted(ends)}
+        self.phases = {n: (x, make_optimizer(config, x)) for n, x in schedules.items()}
+        reduces = config.get("reduce_dtype") is not None
+        self.shares = config.get("exact_elastic", case["devices"] if reduces else 1)
         self.init = jax.jit(lambda rng, inputs: self.model.init(rng, inputs, True))
-        self.step = jax.jit(self.one_step)
+        self.step = jax.jit(self.one_step, static_argnums=3)
         self.values = jax.jit(self.task_values)
 
     def inputs(self, batch):
@@ -109,7 +110,8 @@ class Oracle:
         params, net_state = self.init(key, self.inputs(batch))
         fresh = self.config.get("finetuning.fresh", ())
         read = {k: x for k, x in (pretrained or {}).items() if not fits(fresh, k)}
-        return flat(params) | read, net_state
+        state = {k[6:]: read.pop(k) for k in [*read] if k.startswith("state:")}
+        return flat(params) | read, nested(flat(net_state) | state)
 
     def start(self, params, net_state, adapters):
         """The state before the first step."""
@@ -117,11 +119,10 @@ class Oracle:
         default = ("*",) if rank is None else ()
         patterns = self.config.get("finetuning.train", ()) or default
         trained = {k: x for k, x in params.items() if fits(patterns, k)} | adapters
-        dtype = self.config.get("finetuning.base_dtype", "float32")
         frozen = {k: x for k, x in params.items() if k not in trained}
-        frozen = to_float(jnp.float32, to_float(dtype, frozen))
+        frozen = {k: rounded(self.config, k, x) for k, x in frozen.items()}
         scale = jnp.float32(2**15 if self.dtype == jnp.float16 else 1)
-        opt_state = self.optimizer.init(trained)
+        opt_state = self.phases[self.num_steps][1].init(trained)
         return State(trained, frozen, net_state, opt_state, trained, scale)
 
     def merged(self, params, frozen, dtype):
@@ -133,7 +134,9 @@ class Oracle:
             name = path.removesuffix("_lora_a")
             a, b = whole.pop(path), whole.pop(f"{name}_lora_b")
             share = self.config.get("finetuning.lora.alpha", 16.0) / rank
-            whole[name] = whole[name] + a @ (share * b)
+            shape = whole[name].shape
+            words = words_of(self.config, name, len(shape))
+            whole[name] = whole[name] + change(words, shape, a, share * b)
         return whole
 
     def apply(self, params, frozen, net_state, batch, is_training):
@@ -153,7 +156,7 @@ class Oracle:
     def weighed(self, values):
         """Values and their weights, by default all the same."""
         weights = values.pop("example_weight", jnp.ones_like(values["loss"]))
-        return values, weights
+        return values, jnp.where(weights < 0, jnp.nan, weights)
 
     def gradient(self, state, batch):
         """Gradient of the weighted sum of the losses, and all sums."""
@@ -172,31 +175,58 @@ class Oracle:
         grads = {k: x / state.scale * weight for k, x in grads.items()}
         return (grads, sums, weight), new
 
-    def one_step(self, state, batch, index):
-        """One update, and its scalars; `index` counts from 0."""
-        n = self.config.get("accumulate_steps", 1)
-        total, old = None, state
+    def accumulated(self, state, batch):
+        """Sums over the micro-batches of a share of a batch."""
+        n, total = self.config.get("accumulate_steps", 1), None
         for j in range(n):  # Every n-th row.
             micro_batch = jax.tree.map(lambda x, j=j: x[j::n], batch)
             sums, net_state = self.gradient(state, micro_batch)
             state = state._replace(net_state=net_state)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-        grads, sums, weight = total
+        return total, state.net_state
+
+    def averages(self, state, batch):
+        """Gradients, scalars and network state of a batch, by its shares."""
+        n = self.shares
+        split = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+        rows = [jax.tree.map(lambda x, i=i: x[i], split) for i in range(n)]
+        results = [self.accumulated(state, x) for x in rows]
+        add = lambda *x: functools.reduce(jnp.add, x)  # noqa: E731
+        _, sums, weight = jax.tree.map(add, *(x for x, _ in results))
         weight = jnp.where(weight > 0, weight, 1)
-        grads, scalars = jax.tree.map(lambda x: x / weight, (grads, sums))
+        parts = [jax.tree.map(lambda x: x / weight * n, x[0]) for x, _ in results]
+        if dtype := n > 1 and self.config.get("reduce_dtype"):
+            parts = [to_float(dtype, x) for x in parts]
+            total = jax.tree.map(lambda *x: add(*to_float(jnp.float32, x)), *parts)
+            parts = [to_float(jnp.float32, to_float(dtype, total))]
+        grads = jax.tree.map(lambda *x: add(*x) / n, *parts)
+        scalars = {k: x / weight for k, x in sums.items()}
+        states = [x for _, x in results]
+        if n > 1:
+            states = [
+                jax.tree.map(lambda *x: (add(*x) / n).astype(x[0].dtype), *states)
+            ]
+        return grads, scalars, states[0]
+
+    def one_step(self, state, batch, index, end):
+        """One update, and its scalars; `index` counts from 0, to `end`."""
+        schedule, optimizer = self.phases[end]
+        grads, scalars, net_state = self.averages(state, batch)
+        old, state = state, state._replace(net_state=net_state)
         scalars["grad_norm"] = optax.tree.norm(grads)
-        scalars["learning_rate"] = self.schedule(index)
-        new = self.update(state, grads, scalars["loss"])
+        scalars["learning_rate"] = schedule(index)
+        new = self.update(state, grads, scalars["loss"], optimizer)
+        finite = jnp.isfinite(scalars["grad_norm"]) & jnp.isfinite(scalars["loss"])
+        if self.dtype == jnp.float16 or "max_consecutive_nonfinite" in self.config:
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         if self.dtype != jnp.float16:
             return new, scalars
-        finite = jnp.isfinite(scalars["grad_norm"])
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         scale = jnp.where(finite, old.scale, old.scale / 2)
         return new._replace(scale=scale), scalars | {"loss_scale": scale}
 
-    def update(self, state, grads, loss):
+    def update(self, state, grads, loss, optimizer):
         """Parameters, and their averages after it."""
-        optimizer = optax.with_extra_args_support(self.optimizer)
+        optimizer = optax.with_extra_args_support(optimizer)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, value=loss
         )
@@ -242,22 +272,48 @@ class Oracle:
         metrics = {f"eval/{k}": x for k, x in metrics.items()}
         return metrics, jax.tree.map(np.asarray, outputs)
 
-    def run(self, state, batches, examples):
-        """Trains on the batches, and evaluates where it is due and at the end."""
+    def run(self, state, batches, examples, others):
+        """Trains on the batches, and evaluates where it is due and at the end.
+
+        `others` are further examples to evaluate, by name.
+        """
         lines, every = {}, self.config.get("eval_every")
-        size = len(jax.tree.leaves(examples)[0])
-        count = min(size, self.config.get("eval_batches", size) * self.batch_size)
+        size, limit = len(jax.tree.leaves(examples)[0]), math.inf
+        if "eval_batches" in self.config:
+            limit = self.config["eval_batches"] * self.batch_size
+        best, losses = None, []
         for step, batch in enumerate(batches, 1):
-            state, scalars = self.step(state, batch, step - 1)
+            end = min(n for n in self.phases if n >= step)
+            state, scalars = self.step(state, batch, step - 1, end)
             scalars = {k: float(x) for k, x in scalars.items()}
             if self.config["task.name"] == "language_model":
                 scalars["perplexity"] = math.exp(scalars["loss"])
             lines[step] = {f"train/{k}": x for k, x in scalars.items()}
-            if step == len(batches) or (every and step % every == 0):
-                lines[step] |= self.evaluate(state, examples, count)[0]
+            if step in self.phases or (every and step % every == 0):
+                lines[step] |= self.evaluate(state, examples, min(size, limit))[0]
+                for name, x in others.items():
+                    count = min(len(x["inputs"]), limit)
+                    metrics = self.evaluate(state, x, count)[0]
+                    lines[step] |= {
+                        f"eval/{name}/{k[5:]}": x for k, x in metrics.items()
+                    }
+                losses.append(lines[step]["eval/loss"])
+                if losses.index(min(losses)) == len(losses) - 1:  # The earliest.
+                    best = state
+                if self.is_over(losses):
+                    break
         metrics, outputs = self.evaluate(state, examples, size)
-        params = self.merged(state.averages, state.frozen, jnp.float32)
-        return Outcome(state, params, lines, metrics, outputs)
+        params, best = (
+            self.merged(x.averages, x.frozen, jnp.float32) for x in (state, best)
+        )
+        return Outcome(state, params, best, lines, metrics, outputs)
+
+    def is_over(self, losses):
+        """True if the last evaluations are no better than the best one before."""
+        patience = self.config.get("early_stop.patience")
+        sign = -1 if self.config.get("early_stop.mode") == "max" else 1
+        best = int(np.argmin([sign * x for x in losses]))
+        return patience is not None and len(losses) - 1 - best >= patience
 
 
 def macro_f1(labels, said):

@@ -11,6 +11,7 @@ from haiku_template.config import default_config
 from haiku_template.data import (
     BatchSpec,
     Data,
+    EvaluationSet,
     Split,
     bucketed,
     from_split,
@@ -20,7 +21,7 @@ from haiku_template.runs import Run, start
 from haiku_template.runs.export import export_safetensors
 from haiku_template.storage import read
 from haiku_template.training import Experiment
-from tests.oracle.draw import examples
+from tests.oracle.draw import examples, further
 from tests.oracle.plain import flat
 
 
@@ -69,7 +70,11 @@ def data(spec: BatchSpec, **case) -> Data:
         return bucketed(lists[0], spec, (3, 8), mask="mask", evaluation=lists[1])
     split = Split(train["inputs"], train["labels"], test["inputs"], test["labels"])
     made = from_split(split, spec._replace(labels="any"))
-    return made._replace(num_outputs=case["num_outputs"])
+    sets = {
+        name: EvaluationSet(x["inputs"], x["labels"], spec.batch_size)
+        for name, x in further(case).items()
+    }
+    return made._replace(num_outputs=case["num_outputs"], evaluations=sets)
 
 
 def config_of(case, folder):
@@ -79,10 +84,10 @@ def config_of(case, folder):
     config = default_config()
     for key, name in names.items():
         config[key] = {"name": name}
-    keys = ("seed", "kind", "num_train", "num_test", "num_outputs")
+    keys = ("seed", "kind", "num_train", "num_test", "num_outputs", "bad")
     config.data = {key: case[key] for key in keys}
     config.data.name = "tests.oracle.template:data"
-    if case["kind"] in ("mlp", "numbers", "resnet"):
+    if case["kind"] in ("mlp", "numbers", "resnet", "noisy"):
         config.data = {"name": "npz", "path": str(folder / "examples.npz")}
         (x, y), (x_test, y_test) = (part.values() for part in examples(case))
         np.savez(config.data.path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
@@ -116,11 +121,18 @@ def trained(case, config, folder):
     with contextlib.redirect_stdout(io.StringIO()):
         devices = DeviceManager.create("cpu", num_devices=case["devices"])
         if case["stops_at"] is not None:
+            first = config.copy_and_resolve_references()
+            if case["extends"]:
+                first.num_steps = case["stops_at"]
+            hooks = [] if case["extends"] else [stop]
             with contextlib.suppress(Stopped):
-                start.run(config, devices, str(workdir), hooks=[stop])
+                start.run(first, devices, str(workdir), hooks=hooks)
             devices = DeviceManager.create("cpu", num_devices=case["devices_then"])
         start.run(config, devices, str(workdir))
         parts = _parts_of(Run.open(workdir, devices), case)
+        if case["asks_best"]:
+            best = Run.open(workdir, devices, "best")
+            parts["best"] = flat(devices.fetch(best.parameters()[0]))
     return parts | _lines_of(workdir, case)
 
 
