@@ -279,8 +279,8 @@ def weighted_sum(values: jax.Array, weights: jax.Array, axis: Any = None) -> jax
 
 
 def divide(sums: Any, weight: jax.Array) -> Any:
-    """Divides sums by a weight; 0 where nothing counts."""
-    return jax.tree.map(lambda x: x / jnp.where(weight > 0, weight, 1), sums)
+    """Divides sums by a weight; 0 where nothing counts, and NaN where it is NaN."""
+    return jax.tree.map(lambda x: x / jnp.where(weight == 0, 1, weight), sums)
 
 
 classification = Task(losses.classification, "classes", confusion, macro_f1)

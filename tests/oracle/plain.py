@@ -168,7 +168,7 @@ class Oracle:
             values, weights = self.weighed(self.task(outputs, batch))
             weight = jnp.sum(weights)
             sums = {k: jnp.sum(x * weights) for k, x in values.items()}
-            mean = sums["loss"] / jnp.where(weight > 0, weight, 1)
+            mean = sums["loss"] / jnp.where(weight == 0, 1, weight)
             return mean * state.scale, (sums, weight, new)
 
         grads, (sums, weight, new) = jax.grad(loss, has_aux=True)(state.params)
@@ -193,7 +193,7 @@ class Oracle:
         results = [self.accumulated(state, x) for x in rows]
         add = lambda *x: functools.reduce(jnp.add, x)  # noqa: E731
         _, sums, weight = jax.tree.map(add, *(x for x, _ in results))
-        weight = jnp.where(weight > 0, weight, 1)
+        weight = jnp.where(weight == 0, 1, weight)
         parts = [jax.tree.map(lambda x: x / weight * n, x[0]) for x, _ in results]
         if dtype := n > 1 and self.config.get("reduce_dtype"):
             parts = [to_float(dtype, x) for x in parts]
@@ -272,7 +272,7 @@ class Oracle:
         metrics = {f"eval/{k}": x for k, x in metrics.items()}
         return metrics, jax.tree.map(np.asarray, outputs)
 
-    def run(self, state, batches, examples, others):
+    def run(self, state, batches, examples, others, stops=True):
         """Trains on the batches, and evaluates where it is due and at the end.
 
         `others` are further examples to evaluate, by name.
@@ -300,7 +300,7 @@ class Oracle:
                 losses.append(lines[step]["eval/loss"])
                 if losses.index(min(losses)) == len(losses) - 1:  # The earliest.
                     best = state
-                if self.is_over(losses):
+                if stops and self.is_over(losses):
                     break
         metrics, outputs = self.evaluate(state, examples, size)
         params, best = (

@@ -172,6 +172,19 @@ def test_weights_below_0_are_refused(tmp_path, one_device, weight, name):
         train(trainer, num_steps=1, workdir=tmp_path)
 
 
+def test_no_value_of_a_batch_with_a_weight_below_0_is_a_number(one_device):
+    """XLA leaves a weight out where it makes a selection of a product with a bool."""
+
+    def task(outputs, batch):
+        rare = (batch["labels"] == 1).astype(jnp.float32)
+        return classification(outputs, batch) | {"rare": rare, **weights}
+
+    weights = {"example_weight": np.float32([1, -0.5, 1, 1, 1, 1, 1, 1])}
+    trainer = made(one_device, lambda step: batch(0), task)
+    _, scalars = trainer.step(trainer.init(), one_device.shard(batch(0)))
+    assert np.isnan(one_device.fetch([scalars["loss"], scalars["rare"]])).all()
+
+
 def test_labels_below_0_to_evaluate_on_are_told(tmp_path, one_device):
     trainer = made(one_device, lambda step: batch())
     data = trainer.experiment.data
