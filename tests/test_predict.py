@@ -421,6 +421,15 @@ def test_a_run_is_evaluated_on_arrays(run, expected):
         run.evaluate(NEW)
 
 
+def test_where_labels_come_from_is_said_for_the_run_s_own_labels():
+    """Numbers have no folders of pictures, and ten classes are not eight."""
+    for labels, end in ((Y, " 7 and 2 more\\)"), (X[:, 0], "a column `label`")):
+        batch = {"inputs": X[:8], "labels": labels[:8]}
+        data = Data(SimpleNamespace(batch=lambda step, batch=batch: batch), None, 10)
+        with pytest.raises(ConfigError, match=f"new has no labels, .*{end}$"):
+            as_labelled(X[:8], data, 8, "new")
+
+
 def test_the_command_evaluates_new_examples(workdir, expected, tmp_path, command):
     np.savez(tmp_path / "new.npz", x=NEW, y=Y[:11])
     np.save(tmp_path / "new.npy", NEW)

@@ -16,7 +16,7 @@ from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
 from haiku_template.data.tables import OF_THE_LOSS, read_table
 from haiku_template.data.trees import leaves_by_path, map_leaves, nested
-from haiku_template.errors import ConfigError, need_package
+from haiku_template.errors import ConfigError, need_package, some
 from haiku_template.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -109,18 +109,14 @@ def as_dataset(
     """
     if hasattr(arrays, "num_batches"):
         return arrays
-    shapes = each_shape(data.train)
-    like = shapes[0]
-    if isinstance(like, Mapping) and "inputs" in like:
-        is_tree = isinstance(like["inputs"], Mapping) and "inputs" not in arrays
-        if is_tree or not isinstance(arrays, Mapping):
-            arrays = {"inputs": arrays}
-    leaves = leaves_by_path(arrays)
-    if isinstance(like, dict):
-        needed = taken(like, whole_batch) | _names(leaves)  # Outputs need no more.
-        like = {name: leaf for name, leaf in like.items() if name in needed}
-    if leaves_by_path(like).keys() != leaves.keys():
-        raise _other_names(where, leaves, like)
+    sets = [x for x in (data.train, data.evaluation) if x is not None]
+    for shapes in map(each_shape, sets):  # Those of packed texts are named otherwise.
+        leaves, like = _side_by_side(arrays, shapes[0], whole_batch)
+        if leaves_by_path(like).keys() == leaves.keys():
+            break
+    else:
+        like = each_shape(data.train)[0]
+        raise _other_names(where, *_side_by_side(arrays, like, whole_batch))
     counts = {path: len(x) if np.ndim(x) else 0 for path, x in leaves.items()}
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise ConfigError(
@@ -132,6 +128,21 @@ def as_dataset(
     several = len(shapes) > 1
     fit = lambda x, like: _fitting(f"{x} of {where}", leaves[x], like, several)  # noqa: E731
     return Rows(map_leaves(fit, like), batch_size)
+
+
+def _side_by_side(
+    arrays: Any, like: Any, whole_batch: bool
+) -> tuple[dict[str, Any], Any]:
+    """Leaves of arrays by path; and what of a batch they are to be like."""
+    if isinstance(like, Mapping) and "inputs" in like:
+        is_tree = isinstance(like["inputs"], Mapping) and "inputs" not in arrays
+        if is_tree or not isinstance(arrays, Mapping):
+            arrays = {"inputs": arrays}
+    leaves = leaves_by_path(arrays)
+    if isinstance(like, dict):
+        needed = taken(like, whole_batch) | _names(leaves)  # Outputs need no more.
+        like = {name: leaf for name, leaf in like.items() if name in needed}
+    return leaves, like
 
 
 def _other_names(where: str, paths: Iterable[str], like: Any) -> ConfigError:
@@ -156,11 +167,11 @@ def as_labelled(
     batch = dataset.batch(0)
     there = {*batch} if isinstance(batch, Mapping) else set()
     if "labels" in like and "labels" not in there:
-        names = ", ".join([*class_numbers(data)][:8])
+        names = some(class_numbers(data), 8)
+        folders = f", and a folder of pictures for each class ({names})" * bool(names)
         raise ConfigError(
             f"{where} has no labels, which an evaluation compares the outputs with; "
-            "possible are arrays `inputs` and `labels`, a column `label`, and a folder "
-            "of pictures for each class" + f" ({names})" * bool(names)
+            f"possible are arrays `inputs` and `labels`, and a column `label`{folders}"
         )
     if isinstance(dataset, Rows) and like.keys() != there:
         raise _other_names(where, batch, like)
@@ -176,7 +187,7 @@ def _indices(labels: Any, classes: dict[str, int], where: str) -> Any:
     if unknown := [x for x in np.ravel(labels).tolist() if str(x) not in classes]:
         raise ConfigError(
             f"{where} has the label {unknown[0]!r}, and the classes of the run are "
-            f"{', '.join([*classes][:20])}"
+            f"{some(classes, 20)}"
         )
     numbers = [classes[str(x)] for x in np.ravel(labels)]
     return np.array(numbers, np.int32).reshape(np.shape(labels))

@@ -84,7 +84,8 @@ class WorkersDataset:
     @property
     def note(self) -> str:
         """Facts for the first lines of a run."""
-        count = f"{self._workers.count} worker processes make batches"
+        count = f"{(n := self._workers.count)} worker processes make batches"
+        count = count if n > 1 else "1 worker process makes batches"
         return "; ".join(filter(None, (getattr(self.dataset, "note", ""), count)))
 
     def batch(self, index: int) -> Batch:

@@ -235,7 +235,7 @@ def _texts(
     has_labels = any(line.target is not None for line in lines)
     for line in lines:
         if has_labels and str(line.target) not in numbers:
-            possible = ", ".join([*numbers][:20])
+            possible = some(numbers, 20)
             raise ConfigError(
                 f"{line.where} has the label {line.target!r}, which no example to "
                 f"train on has; those have {possible}"

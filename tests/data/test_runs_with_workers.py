@@ -63,7 +63,9 @@ def test_a_run_is_bitwise_the_same_with_workers_and_resumes_with_other_ones(
     states = [Run.open(tmp_path / name, devices).state for name in ("none", "two")]
     jax.tree.map(np.testing.assert_array_equal, *map(devices.fetch, states))
     output = capsys.readouterr().out
-    assert "2 worker processes make batches" in " ".join(output.split())
+    output = " ".join(output.split())
+    assert "2 worker processes make batches" in output
+    assert "1 worker process makes batches" in output
 
 
 def test_an_evaluation_and_predictions_are_read_by_workers(

@@ -8,6 +8,8 @@ import optax
 import pytest
 
 from haiku_template.data import BatchSpec
+from haiku_template.data.examples import as_dataset, as_labelled
+from haiku_template.errors import ConfigError
 from haiku_template.runs import train
 from haiku_template.training import Experiment
 from haiku_text.data.jsonl import jsonl
@@ -160,6 +162,20 @@ def test_evaluation_is_of_each_example_alone_as_without_packing(one_device, path
     assert packed.evaluate(state) == plain.evaluate(state)
     assert "examples packed into" in packed.feed.placement
     assert "packed" not in plain.feed.placement
+
+
+def test_new_examples_are_named_as_to_evaluate_or_as_to_train(one_device, path):
+    data = trainer(one_device, path).experiment.data
+    batch = data.evaluation.batch(0)
+    for new in (batch["inputs"], {"inputs": batch["inputs"]}, batch):
+        tokens = as_dataset(new, data, 8).batch(0)["inputs"]
+        np.testing.assert_array_equal(tokens, batch["inputs"])
+    labelled = as_labelled(batch, data, 8, "new").batch(0)
+    assert labelled.keys() == batch.keys()
+    window = data.train.batch(0)
+    assert as_dataset(window["inputs"], data, 8).batch(0).keys() == {"inputs"}
+    with pytest.raises(ConfigError, match="a batch of the run inputs/tokens, inputs/"):
+        as_dataset({"token": batch["inputs"], "segment": batch["inputs"]}, data, 8)
 
 
 @pytest.mark.slow
