@@ -48,7 +48,8 @@ class Feed:
 
     Attributes:
       steps_per_call: steps of a call.
-      stack: batches that travel to the devices at once, one of them at a step.
+      stack: batches that travel to the devices at once, one of them at a step; 1 for
+        staged data.
       batch_size: examples in a batch of all processes.
       example: shapes of a batch of all processes.
       staged: shapes and shardings of the staged set; None where it is on the host.
@@ -77,7 +78,7 @@ class Feed:
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.example = canonical_shapes(example, rows=self.batch_size)
         if experiment.placement == "device":
-            arrays = self._source.staged
+            arrays, self.stack = self._source.staged, 1
             self._source = RowBlocks(self._source, self.batch_size, self.steps_per_call)
             self.staged = devices.abstract(lambda x: x, canonical_shapes(arrays()))
         elif self.steps_per_call == 1 and experiment.exact_elastic is None:
@@ -105,14 +106,10 @@ class Feed:
         name = getattr(preprocess, "__name__", type(preprocess).__name__)
         return f"{dtypes} inputs pass through {name} on the device"
 
-    @property
-    def _stacks(self) -> bool:
-        return self.stack > 1 and self.staged is None
-
     def host_shapes(self) -> list[Any]:
         """Host arrays of a call, one for each shape of batches, the largest first."""
         batches = [*map(self._own, each_shape(self._source))]
-        if not self._stacks:
+        if self.stack == 1:
             return batches
         n = self.stack
         repeat = lambda x: np.broadcast_to(x[:, None], (len(x), n, *x.shape[1:]))  # noqa: E731
@@ -140,11 +137,11 @@ class Feed:
         A call ends with the last step of a stack of batches, and with each step for
         which `ends` is true; with `steps_per_call=1`, with each.
         """
-        size = self.stack
+        size = max(self.stack, self.steps_per_call)
         first = start - start % size  # Stacks begin at the same steps in a resumed run.
         make, errors = self._put, {}
         ends = ends if self.steps_per_call > 1 else (lambda step: True)
-        if self._stacks:
+        if self.stack > 1:
             steps = range(start, stop)
             make = functools.partial(self._put_stack, steps=steps, errors=errors)
         elif self.staged is not None:
@@ -259,7 +256,7 @@ class Feed:
         self, gradients: Callable[..., Any], of_calls: bool = False
     ) -> Callable[..., Any]:
         """Makes gradients of what `batches` gives, or `calls`: a stack of batches."""
-        stacked = of_calls and self._stacks
+        stacked = of_calls and self.stack > 1
         if self.staged is None and not stacked:
             return gradients
 
