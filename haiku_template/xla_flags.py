@@ -31,10 +31,16 @@ def set_flag() -> None:
     libraries = list(_libraries())
     if OPTION in flags or not libraries or not all(map(_knows, libraries)):
         return
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge and bridge.backends_are_initialized():
+    if backend_started():
         return _warn(flags)
     os.environ["XLA_FLAGS"] = f"{FLAG} {flags}".strip()
+
+
+def backend_started() -> bool:
+    """True if a JAX backend exists already, so that options come too late."""
+    # Why: docs/decisions/devices.md#backend-started
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 def _warn(flags: str) -> None:

@@ -15,6 +15,7 @@ from jax.extend.backend import backends
 
 from haiku_template.devices.checks import device_index
 from haiku_template.errors import MEANT, DeviceError
+from haiku_template.xla_flags import backend_started
 from jax_doctor import GPU_NAMES, Machine, check_environment, children, diagnose
 
 logger = logging.getLogger(__name__)
@@ -134,18 +135,6 @@ def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
                 sentence.format(count=count, default=default, **request._asdict())
             )
     return request._replace(platform="cpu") if request.simulate_devices else request
-
-
-def backend_started() -> bool:
-    """True if a JAX backend exists already, so that options come too late."""
-    # JAX refuses this option late. Why: docs/decisions/devices.md#backend-started
-    count = jax.config.jax_num_cpu_devices
-    try:
-        jax.config.update("jax_num_cpu_devices", 1 if count != 1 else 2)
-    except RuntimeError:
-        return True
-    jax.config.update("jax_num_cpu_devices", count)
-    return False
 
 
 def _configure(request: Request) -> None:
