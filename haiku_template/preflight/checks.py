@@ -124,7 +124,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
-        names, _ = summarize(numbers, trainer.derived)
+        names = summarize(numbers, trainer.derived)
     except ConfigError:
         raise
     except Exception:  # A derived metric may refuse these made-up numbers.

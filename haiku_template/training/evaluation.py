@@ -138,18 +138,16 @@ def numbers_text(of_batch: Sequence[str]) -> str:
 def summarize(
     sums: dict[str, Any],
     derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]],
-) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Computes metrics, NaN where no example counts, of the sums of `add_up`.
-
-    Returns `eval/NAME` for each value and derived metric; and the counts by name.
-    """
-    counts, weight = sums["counts"], float(sums["weight"])
+    prefix: str = "eval/",
+) -> dict[str, float]:
+    """Metrics of the sums of `add_up`, derived ones too; NaN where nothing counts."""
+    weight = float(sums["weight"])
     averages = {
         name: float(value) / weight if weight else math.nan
         for name, value in sums["values"].items()
     }
-    averages |= derive(averages, counts)
-    return {f"eval/{name}": value for name, value in averages.items()}, counts
+    averages |= derive(averages, sums["counts"])
+    return {prefix + name: value for name, value in averages.items()}
 
 
 def make_eval_step(

@@ -277,9 +277,8 @@ class Trainer:
             self._evaluated.add(shapes)
             if prefix == "eval/" and not sums["weight"]:
                 raise evaluations.no_weight()
-            values, of_set = evaluations.summarize(sums, self.derived)
-            metrics |= {k.replace("eval/", prefix, 1): x for k, x in values.items()}
-            counts.append(of_set)
+            metrics |= evaluations.summarize(sums, self.derived, prefix)
+            counts.append(sums["counts"])
         return metrics, counts[0]
 
     def derived(
