@@ -200,7 +200,7 @@ class _Run(NamedTuple):
         facts = {"hooks": bool(self.hooks), "save_minutes": bool(timer)}
         processes = self.trainer.devices.processes
         processes.agree(facts | {"log_every, eval_every, save_every": [*every]})
-        if processes.first(start and start not in self.checkpoints.evaluated):
+        if processes.first(start and not self.checkpoints.metrics.get(start)):
             self.checkpoints.add_metrics(start, self._evaluate(start, state, stop))
         if 0 < start < stop and self._stops_early():
             return state, start

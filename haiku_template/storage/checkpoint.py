@@ -151,11 +151,6 @@ class Checkpoints:
         return {step: metrics_of(self.directory / str(step)) for step in self.steps}
 
     @property
-    def evaluated(self) -> list[int]:
-        """Steps that were evaluated before they were saved, upwards."""
-        return [step for step, values in self.metrics.items() if values]
-
-    @property
     def latest(self) -> int | None:
         """Newest step; None without checkpoints."""
         return max(self.steps, default=None)

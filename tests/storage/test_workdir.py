@@ -268,6 +268,10 @@ def test_damaged_lines_of_metrics_are_left_out_and_later_ones_stay(tmp_path, cap
     assert "lines [2, 3, 7, 8] are damaged" in caplog.text
 
 
+def evaluated(checkpoints):
+    return [step for step, metrics in checkpoints.metrics.items() if metrics]
+
+
 @pytest.mark.slow(but="loss")
 @pytest.mark.parametrize("text", ["", '{"eval/loss": 1.'])
 @pytest.mark.parametrize("step", [2, 4])
@@ -277,12 +281,12 @@ def test_a_step_whose_metrics_are_damaged_counts_as_not_evaluated(
     run(tmp_path)
     (tmp_path / f"checkpoints/{step}/metrics/metrics").write_text(text)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        assert checkpoints.steps == [2, 4] and checkpoints.evaluated == [6 - step]
+        assert checkpoints.steps == [2, 4] and evaluated(checkpoints) == [6 - step]
     assert f"{step}/metrics/metrics is damaged" in caplog.text
     assert int(run(tmp_path, 6, keep_last=9).state.step) == 6
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         # The newest is evaluated again, and has its metrics then.
-        assert checkpoints.evaluated == ([4, 6] if step == 2 else [2, 4, 6])
+        assert evaluated(checkpoints) == ([4, 6] if step == 2 else [2, 4, 6])
 
 
 @pytest.mark.parametrize("inside", [[], ["state"], ["state", "state/d"]])
