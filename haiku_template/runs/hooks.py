@@ -40,13 +40,6 @@ def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
     return tuple(resolve("hooks", name, HOOKS) for name in names)
 
 
-def made(
-    functions: Sequence[Callable[..., Any]], trainer: Trainer, workdir: str | Path
-) -> tuple[Callable[[Any], None], ...]:
-    """Makes a run's hooks; raises `ConfigError` if one does not fit it."""
-    return tuple(function(trainer, Path(workdir)) for function in functions)
-
-
 def at_evaluations(
     name: str, trainer: Trainer, look: Callable[[int, Any], Callable[[], None]]
 ) -> Callable[[Any], None]:

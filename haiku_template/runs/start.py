@@ -84,8 +84,7 @@ def run(
         trainer = settle(trainer, Path(workdir), memory_limit)
         preflight.check_parts(trainer, config.best_metric, how.get("stop_when"))
         return print_budget(trainer, memory_limit)
-    if config.hooks:
-        how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
+    how["hooks"] = [make(trainer, Path(workdir)) for make in how["hooks"]]
     if "stop_when" in how:
         _warn_of_unsaved(config)
     if config.max_minutes is not None:

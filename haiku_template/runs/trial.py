@@ -14,7 +14,6 @@ from typing import Any
 from haiku_template import signals
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.runs import hooks
 from haiku_template.runs.limits import with_eval_batches
 from haiku_template.runs.start import in_steps, loop_of, loop_options, trainer_of
 from haiku_template.storage import read
@@ -79,6 +78,6 @@ def _train(config: Any, workdir: Path, trainer: Trainer, num_steps: int) -> str:
     text, how = io.StringIO(), loop_options(config)
     how |= {"num_steps": num_steps, "log_every": 1, "writers": ()} | NO_MORE
     with contextlib.redirect_stdout(text):
-        how["hooks"] = hooks.made(how["hooks"], trainer, workdir)
+        how["hooks"] = [make(trainer, workdir) for make in how["hooks"]]
         loop_of(config)(trainer, workdir=workdir, **how)
     return text.getvalue()
