@@ -11,7 +11,6 @@ from haiku_template.data.dataset import Data as Data
 from haiku_template.data.dataset import Dataset as Dataset
 from haiku_template.data.dataset import EvaluationSet as EvaluationSet
 from haiku_template.data.dataset import ahead as ahead
-from haiku_template.data.dataset import count_examples as count_examples
 from haiku_template.data.dataset import each_shape as each_shape
 from haiku_template.data.dataset import whole_batches as whole_batches
 from haiku_template.data.dataset import without_workers as without_workers

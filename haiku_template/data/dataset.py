@@ -111,11 +111,6 @@ def class_numbers(data: Data) -> dict[str, int]:
     return {str(name): i for i, name in enumerate(names)}
 
 
-def count_examples(dataset: Any) -> int | None:
-    """Examples in an epoch of a training set; None if it does not tell."""
-    return getattr(without_workers(dataset), "num_examples", None)
-
-
 def ahead(dataset: Any, start: int, stop: int) -> AbstractContextManager:
     """Context that reads batches `start` to `stop - 1`, which workers make ahead."""
     enter = getattr(dataset, "read_ahead", None)

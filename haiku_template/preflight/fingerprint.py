@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from haiku_template.config import completed
-from haiku_template.data import Data, count_examples, whole_batches
+from haiku_template.data import Data, whole_batches
 from haiku_template.devices import canonical_shapes
 from haiku_template.devices.transfer import AXIS_NAME
 from haiku_template.errors import ConfigError
@@ -111,7 +111,7 @@ def of(trainer: Trainer) -> dict[str, str]:
 
 def _sizes(data: Data) -> dict[str, Any]:
     train, evaluation = data.train, data.evaluation
-    rows = getattr(train, "staged_size", None) or count_examples(train)
+    rows = getattr(train, "staged_size", None) or getattr(train, "num_examples", None)
     batches = None if evaluation is None else evaluation.num_batches
     return {"the size of the data": {"training": rows, "evaluation batches": batches}}
 

@@ -22,7 +22,7 @@ from haiku_template.config import (
     to_dict,
     with_tuples,
 )
-from haiku_template.data import count_examples, without_workers
+from haiku_template.data import without_workers
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
 from haiku_template.finetuning import check_classes, is_lost, without_source
@@ -288,7 +288,7 @@ def in_steps(
     for data whose number of examples is not known.
     """
     dataset = without_workers(make_data(config, *devices.processes[:2]).train)
-    if (size := count_examples(dataset)) is None:
+    if (size := getattr(dataset, "num_examples", None)) is None:
         raise ConfigError(
             f"config.num_epochs={config.num_epochs:g} needs a training set of a known "
             f"size, and a {type(dataset).__name__} has no num_examples; give "
