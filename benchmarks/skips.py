@@ -64,7 +64,7 @@ def main() -> None:
     for name, config in configs().items():
         config.steps_per_call, config.data.placement = 1, "host"
         plain = Experiment.from_config(config, devices).trainer(devices)
-        programs = [Turns(plain.with_skips(x), name) for x in (False, True)]
+        programs = [Turns(plain.replace(skips=x), name) for x in (False, True)]
         seconds = np.empty((pairs, 2))
         for i in range(pairs):
             for j in (0, 1) if i % 2 else (1, 0):

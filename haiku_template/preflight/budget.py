@@ -4,7 +4,6 @@ XLA tells what the compiled step and the first state need, from shapes alone; th
 finds these programs compiled.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Iterator
@@ -381,9 +380,8 @@ def _suggestion(trainer: Trainer, budget: Budget) -> str:
         return f"{none} {in_units(fixed)} are what {phase} needs"
     peaks = []
     for changes, sentence in _smaller_runs(trainer):
-        smaller = dataclasses.replace(trainer.experiment, **changes)
-        smaller = smaller.trainer(trainer.devices)
-        peak = max(memory_budget(smaller, limit, starts=False).peak, fixed)
+        smaller = memory_budget(trainer.replace(**changes), limit, starts=False)
+        peak = max(smaller.peak, fixed)
         if peak <= limit:
             return sentence.format(in_units(peak))
         peaks += [peak] * ("accumulate_steps" in changes)
@@ -430,22 +428,19 @@ def settle(trainer: Trainer, workdir: Path, limit: int | None = None) -> Trainer
 
 def staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
     """Stages the training data on the devices if it fits them."""
-    experiment, devices = trainer.experiment, trainer.devices
-    limit = devices.memory_limit() if limit is None else limit
-    reason = why_not_staged(experiment.data.train)
+    limit = trainer.devices.memory_limit() if limit is None else limit
+    reason = why_not_staged(trainer.experiment.data.train)
     if not reason and limit is None:
         reason = "a device's memory is not known here"
     if not reason:
-        staged = dataclasses.replace(experiment, placement="device").trainer(devices)
+        staged = trainer.replace(placement="device")
         if (peak := memory_budget(staged, limit).peak) <= limit:
             return staged
         reason = (
             f"staged it would make a run of {in_units(peak)} on each device, which has "
             f"{in_units(limit)}"
         )
-    return dataclasses.replace(
-        experiment, placement="host", why_on_host=f"because {reason}"
-    ).trainer(devices)
+    return trainer.replace(placement="host", why_on_host=f"because {reason}")
 
 
 def choose_steps_per_call(

@@ -6,7 +6,6 @@ Processes of one run compare theirs.
 """
 
 import contextvars
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -199,9 +198,7 @@ def _with_num_steps(trainer: Trainer, config: dict[str, Any], number: int) -> Tr
     keys = completed(config)["optimizer"]
     keys["warmup_steps"] = min(keys["warmup_steps"], number - 1)  # Warned of then.
     optimizer, schedule = make_optimization(number, **keys)
-    return dataclasses.replace(
-        trainer.experiment, optimizer=optimizer, schedule=schedule
-    ).trainer(trainer.devices)
+    return trainer.replace(optimizer=optimizer, schedule=schedule)
 
 
 def traced(function: Callable[..., Any], *args: Any) -> str:

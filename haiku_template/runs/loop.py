@@ -117,7 +117,7 @@ def train(
     if config is None:
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
-    trainer = trainer.with_skips(max_consecutive_nonfinite > 1)
+    trainer = trainer.replace(skips=max_consecutive_nonfinite > 1)
     trainer = settle(trainer, directory, memory_limit)
     starts = not workdirs.has_checkpoints(directory)
     check_parts(trainer, best_metric, stop_when)

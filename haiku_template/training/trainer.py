@@ -148,18 +148,17 @@ class Trainer:
             devices, functions.eval_step, count
         )
 
+    def replace(self, **changes: Any) -> "Trainer":
+        """Makes the trainer of the experiment with other values of these fields."""
+        if all(getattr(self.experiment, k) == x for k, x in changes.items()):
+            return self
+        return dataclasses.replace(self.experiment, **changes).trainer(self.devices)
+
     def with_steps_per_call(self, count: int) -> "Trainer":
         """Makes the trainer of so many steps a call, once."""
         if count not in self._of_several:
-            experiment = dataclasses.replace(self.experiment, steps_per_call=count)
-            self._of_several[count] = experiment.trainer(self.devices)
+            self._of_several[count] = self.replace(steps_per_call=count)
         return self._of_several[count]
-
-    def with_skips(self, skips: bool) -> "Trainer":
-        """Makes the trainer whose calls skip steps that are not finite, or do not."""
-        if skips == self.experiment.skips:
-            return self
-        return dataclasses.replace(self.experiment, skips=skips).trainer(self.devices)
 
     def with_replay(self, text: str, budget: Any) -> "Trainer":
         """Makes the trainer that makes steps twice, such as `first:8,every:1000`."""

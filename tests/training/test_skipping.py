@@ -130,13 +130,13 @@ def test_finite_steps_are_those_of_a_run_without_skips(num_devices, count, preci
 def test_by_default_no_step_is_selected():
     texts = []
     for skips in (False, True):
-        made = trainer({}, 1, ema_decay=None).with_skips(skips)
+        made = trainer({}, 1, ema_decay=None).replace(skips=skips)
         texts.append(made.trace(made.feed.host_shapes()[0]).lower().as_text())
         _, scalars = after(made, 2)
         assert ("skipped_steps" in scalars) == skips
     assert texts[0].count("stablehlo.select") < texts[1].count("stablehlo.select")
     made = trainer({}, 1, ema_decay=None)
-    assert made.with_skips(False) is made
+    assert made.replace(skips=False) is made
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
