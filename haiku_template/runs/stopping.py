@@ -152,16 +152,12 @@ class StopSignals:
             if self._runtime is not None:
                 self._runtime.tell()  # The main thread may be in C.
                 patience, reason = AGREED * patience, reason + self._runtime.place
-            self._end_in_time(max(patience, CALLS * self._longest), reason, code)
+            self.end_in_time(max(patience, CALLS * self._longest), reason, code)
         elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
             sentence = f"{signal.Signals(number).name} {signals.AGAIN}"
             self._start_timer(signals.SECOND_PATIENCE, self._force, sentence, code)
 
-    def give_up(self, fault: str) -> None:
-        """Ends a run that hangs, once its state is saved, if the devices answer."""
-        self._end_in_time(0.0, fault, signals.STALLED)
-
-    def _end_in_time(self, patience: float, reason: str, code: int) -> None:
+    def end_in_time(self, patience: float, reason: str, code: int) -> None:
         """Starts the timers that save in place of the loop, and that end the run."""
         self._start_timer(patience, self._rescue, reason, code)
         seconds = max(FORCE_SECONDS, 2 * CALLS * self._longest)

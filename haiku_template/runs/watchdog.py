@@ -95,7 +95,8 @@ def watched(run: Any, minutes: float) -> Iterator[Any]:
             faulthandler.dump_traceback(file)  # Of all threads.
             file.write(b"\n")
         fault = f"{sentence}, config.watchdog_minutes is {minutes:g}: the stacks of "
-        run.signals.give_up(f"{fault}all threads are in {run.workdir / STACKS}")
+        fault += f"all threads are in {run.workdir / STACKS}"
+        run.signals.end_in_time(0.0, fault, signals.STALLED)
 
     watchdog = Watchdog(60 * minutes, run.trainer.devices.ledger.totals, end)
     trainer, timed = copy.copy(run.trainer), watchdog.timed
