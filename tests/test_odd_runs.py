@@ -28,7 +28,8 @@ from haiku_template.data import (
 from haiku_template.data.datasets import by_name
 from haiku_template.errors import ConfigError, NonFiniteError, StorageError
 from haiku_template.preflight import fingerprint
-from haiku_template.runs import Run, early_stop, loop, start, train
+from haiku_template.reporting import report
+from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.comparison import summarize_run, summarize_runs
 from haiku_template.runs.limits import FirstBatches, within
 from haiku_template.runs.predictions import _write_arrays, write_predictions
@@ -167,7 +168,8 @@ def test_the_best_of_a_script_s_run_is_by_its_options(
     tmp_path, one_device, monkeypatch, best_mode
 ):
     options = {"best_metric": "eval/loss", "best_mode": best_mode, "save_every": 5}
-    monkeypatch.setattr(loop, "read", None)  # Nothing but early stopping reads lines.
+    # Nothing but early stopping reads lines at an evaluation.
+    monkeypatch.setattr(report, "Reader", lambda path: None)
     train(made(one_device), workdir=tmp_path, keep_last=9, **OPTIONS, **options)
     best = {"min": 5, "max": 25}[best_mode]
     assert restore(tmp_path, "best", lambda *_: None)[0] == best

@@ -11,7 +11,7 @@ from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodp
 from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
-from haiku_template.storage.metrics import MetricsWriter, read, sampled
+from haiku_template.storage.metrics import MetricsWriter, Reader, read, sampled
 from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
 
 Metrics = dict[str, float]
@@ -23,9 +23,10 @@ class Report:
 
     `print` and `step` are those of its `Display`; `restart(step)` measures throughput
     from a step on, so that compilation does not count; `clock` reads it, and `paused`
-    is a context that it leaves out, of evaluation and saving. `peak` is the FLOP/s of
-    matrix products on all devices, measured in `matmul_bytes` of each if the work of
-    the trainer's model is known, or None.
+    is a context that it leaves out, of evaluation and saving. `rows` reads the lines of
+    metrics.jsonl so far. `peak` is the FLOP/s of matrix products on all devices,
+    measured in `matmul_bytes` of each if the work of the trainer's model is known, or
+    None.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Report:
             dtype = trainer.recipe.precision.policy.compute_dtype
             self.peak = matmul_peak(self._devices, dtype, matmul_bytes)
         self._writers: list[tuple[str, Writer]] = []
+        self.rows = Reader(workdir / METRICS)
 
     def __enter__(self) -> "Report":
         self._stack.enter_context(self._display)

@@ -26,7 +26,6 @@ from haiku_template.runs.resume import (
 from haiku_template.runs.stopping import StopSignals
 from haiku_template.storage import Checkpoints
 from haiku_template.storage import workdir as workdirs
-from haiku_template.storage.metrics import Reader
 from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
@@ -157,7 +156,6 @@ def train(
             every=Intervals(log_every, eval_every, save_every),
             hooks=tuple(hooks),
             stop_when=stop_when,
-            rows=Reader(directory / workdirs.METRICS),
             watchdog_minutes=watchdog_minutes,
         ).steps(state, start, num_steps)
         return Result(state, report.finish(last))
@@ -175,7 +173,6 @@ class _Run(NamedTuple):
     every: Intervals
     hooks: tuple[Hook, ...]
     stop_when: Callable[[list[dict[str, Any]]], bool] | None
-    rows: Callable[[], list[dict[str, Any]]]  # Of metrics.jsonl so far.
     watchdog_minutes: float | None
 
     def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
@@ -276,7 +273,7 @@ class _Run(NamedTuple):
 
     def _stops_early(self) -> bool:
         with self.trainer.devices.implicit_transfers():
-            stops = self.stop_when is not None and self.stop_when(self.rows())
+            stops = self.stop_when is not None and self.stop_when(self.report.rows())
         if not self.trainer.devices.processes.first(stops):
             return False
         reason = getattr(self.stop_when, "reason", "as the evaluations so far say")
