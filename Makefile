@@ -14,6 +14,8 @@
 # make test-target      programs compiled for GPUs, without one (2 GB in TARGET_VENV)
 # make test-trackers    metrics in Weights & Biases, offline, MLflow and TensorBoard, and a
 #                       search by Optuna, as installed in TRACKERS_VENV
+# make test-lowest      make test's with the lowest versions that setup.cfg permits, which
+#                       uv finds, in LOWEST_VENV
 # make test-wheel       the wheel, as pip installs it into an environment of nothing else
 # make lint             ruff
 # make bench            what the loop costs next to a bare one, also of a ResNet, a GPT and
@@ -42,6 +44,7 @@ TARGET_VENV ?= .venv-target
 PEERS_VENV ?= .venv-peers
 TRACKERS_VENV ?= .venv-trackers
 ONNX_VENV ?= .venv-onnx
+LOWEST_VENV ?= .venv-lowest
 FUZZ_VENV ?= .venv-fuzz
 MINUTES ?= 10
 PARALLEL ?= $(WORKERS)
@@ -66,7 +69,7 @@ define NEWER
 endef
 
 .PHONY: train test test-all test-long test-pretrained test-cuda-wheels test-target lint
-.PHONY: test-trackers test-onnx test-mends test-wheel
+.PHONY: test-trackers test-onnx test-mends test-wheel test-lowest
 .PHONY: published test-published test-cluster bench bench-peers bench-against
 .PHONY: bench-processes bench-tokens bench-workers bench-faults gpu-check
 .PHONY: gpu-levers gpu-runs new clean fuzz
@@ -127,6 +130,9 @@ test-target: $(TARGET_VENV)/.target
 test-wheel: $(VENV)/.test
 	EMPTY_ENVIRONMENT=1 $(BIN)/python -m pytest -m slow tests/test_shipped.py \
 		--timeout=900
+
+test-lowest: $(LOWEST_VENV)/.lowest
+	$(subst $(BIN),$(LOWEST_VENV)/bin,$(PYTEST)) -m "not slow and not target and $(HERE)"
 
 test-trackers: $(TRACKERS_VENV)/.trackers
 	$(TRACKERS_VENV)/bin/python -m pytest --timeout=900 -m trackers \
@@ -208,6 +214,13 @@ $(TARGET_VENV)/.target: setup.cfg pyproject.toml
 	test -x $(TARGET_VENV)/bin/python || $(PYTHON) -m venv $(TARGET_VENV)
 	$(TARGET_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[test,target]"
+	touch $@
+
+$(LOWEST_VENV)/.lowest: setup.cfg pyproject.toml
+	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python=$(LOWEST_VENV)/bin/python \
+		--resolution=lowest-direct --editable ".[test]"
 	touch $@
 
 # Not compiled: a few tests import a part of it. It halves the processor time.

@@ -36,7 +36,9 @@ class StandIn:
         self._name = name
 
     def __getattr__(self, name: str) -> "StandIn":
-        if name.startswith("__") or name == "_name":  # `copy` asks for them.
+        # `copy` asks for them; NumPy before 2.4 for the dtype of a dtype, without end.
+        is_dtype = name == "dtype" and self._name.endswith(".dtype")
+        if name.startswith("__") or name == "_name" or is_dtype:
             raise AttributeError(f"a stand-in has no {name}")
         return vars(self).setdefault(name, StandIn(f"{self._name}.{name}"))
 

@@ -328,6 +328,8 @@ CLAIMS = {
 @pytest.mark.parametrize("name", CLAIMS)
 def test_what_a_file_cannot_hold_is_one_sentence(tmp_path, converted, name):
     content, expected = CLAIMS[name]
+    if name == "axes" and b"K\1K\1K\2" not in content:
+        pytest.skip("NumPy before 2.3 pickles no order of axes")
     (tmp_path / "file").write_bytes(content)
     words = converted(tmp_path / "file")["refused"]
     assert expected in words and "\n" not in words
