@@ -143,6 +143,7 @@ def test_one_that_finished_is_lost_to_one_that_waits_for_it(other):
         b"x" * 10_000_000,
         b" " * 200_000 + b"x" * 200_000,
     ],
+    ids=["braces", "deep", "list", "bytes", "code", "lost", "long", "spaces"],
 )
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_line_that_is_no_heartbeats_counts_as_a_lost_process(other, line, index):
