@@ -3,6 +3,8 @@
 Headers are read first; values only when asked for, a few megabytes at a time.
 """
 
+import contextlib
+import functools
 import math
 import os
 import shlex
@@ -35,14 +37,14 @@ DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (64, 32, 16, 8)}
 class Tensor(NamedTuple):
     """One tensor in its file; `dtype` as safetensors spells it: `F32`, `BF16`.
 
-    `read` is as `pieces`, for files of other formats.
+    `read` is as `pieces`, each format's own.
     """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[["Tensor"], Iterator[tuple[Any, np.ndarray]]] | None = None
+    read: Callable[["Tensor"], Iterator[tuple[Any, np.ndarray]]]
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -153,23 +155,30 @@ def pieces(tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
 
     Raises `ConfigError` if the file is shorter by now than its header says.
     """
-    if tensor.read is not None:
-        yield from tensor.read(tensor)
-        return
+    return tensor.read(tensor)
+
+
+# Why: docs/decisions/finetuning.md#pieces
+def _pieces(start: int, tensor: Tensor) -> Iterator[tuple[Any, np.ndarray]]:
+    """Reads a tensor whose first byte is `start` of its file, as `pieces`."""
     total, *row_shape = tensor.shape or (1,)
     row = math.prod(row_shape) * tensor.numpy_dtype.itemsize
     rows = max(1, PIECE // max(1, row))
     for first in range(0, total if row else 0, rows):
-        index = slice(first, min(first + rows, total)) if tensor.shape else ()
-        try:
-            # Opened for each piece: what a mapping has read counts until it is closed.
-            with safe_open(tensor.file, framework="numpy") as file:
-                values = file.get_slice(tensor.name)[index]
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{tensor.file} was truncated while it was read"
-            ) from error
-        yield index, values
+        last = min(first + rows, total)
+        data = _bytes(tensor.file, start + first * row, (last - first) * row)
+        values = np.frombuffer(data, tensor.numpy_dtype).reshape(-1, *row_shape)
+        yield (slice(first, last), values) if tensor.shape else ((), values[0])
+
+
+def _bytes(file: Path, start: int, size: int) -> bytes:
+    data = b""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        opened.seek(start)
+        data = opened.read(size)
+    if len(data) < size:
+        raise ConfigError(f"{file} was truncated while it was read")
+    return data
 
 
 def read_tensor(tensor: Tensor) -> np.ndarray:
@@ -182,17 +191,21 @@ def read_tensor(tensor: Tensor) -> np.ndarray:
 
 def _read_header(file: Path) -> list[Tensor]:
     try:
-        # The library checks sizes and offsets: no gap, no overlap, nothing behind.
-        with safe_open(file, framework="numpy") as opened:
-            slices = [(name, opened.get_slice(name)) for name in [*opened.keys()]]
-            return [
-                Tensor(name, file, tensor.get_dtype(), tuple(tensor.get_shape()))
-                for name, tensor in slices
-            ]
-    except (SafetensorError, OSError) as error:
+        with safe_open(file, framework="numpy"):
+            pass  # It checks sizes and offsets: no gap, no overlap, nothing behind.
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = bounded.parse(opened.read(size), dict)
+    except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(
             f"{file} is truncated, damaged, or no safetensors file: {error}"
         ) from error
+    header.pop("__metadata__", None)
+    read = lambda begin: functools.partial(_pieces, 8 + size + begin)  # noqa: E731
+    return [
+        Tensor(name, file, x["dtype"], tuple(x["shape"]), read(x["data_offsets"][0]))
+        for name, x in header.items()
+    ]
 
 
 def _check_published(file: Path) -> None:

@@ -319,6 +319,21 @@ def test_a_file_truncated_while_it_is_read_is_refused(file, one_device, monkeypa
         restore(file, init, RULES, one_device)
 
 
+def test_the_header_of_a_file_is_read_once_for_all_of_its_tensors(
+    tmp_path, monkeypatch
+):
+    path, opens = tmp_path / "many.safetensors", []
+    arrays = {f"layer_{i}/w": np.full((2, 3), i, np.float32) for i in range(50)}
+    save_file(arrays, path)
+    real = tensors.safe_open
+    monkeypatch.setattr(
+        tensors, "safe_open", lambda *args, **kw: opens.append(1) or real(*args, **kw)
+    )
+    for name, tensor in tensors.read_headers(path).items():
+        np.testing.assert_array_equal(tensors.read_tensor(tensor), arrays[name])
+    assert len(opens) == 1
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.ckpt"])
 def test_a_pickle_is_refused_with_how_to_convert_it(tmp_path, one_device, name):
     (tmp_path / name).write_bytes(b"\x80\x04N.")
