@@ -22,11 +22,15 @@ class Member(NamedTuple):
 
 
 def combinations(
-    base: config_dict.ConfigDict, folder: Path, words: list[str]
+    base: config_dict.ConfigDict,
+    folder: Path,
+    words: list[str],
+    only: str | None = None,
 ) -> list[Member]:
     """Makes a config for each combination of `KEY=VALUE,VALUE`, the last key fastest.
 
-    Raises `ConfigError` for words of another form, and as `config.check`.
+    With `only`, for the one of this name: a config takes longer than all names.
+    Raises `ConfigError` for words of another form, no such name, and as `config.check`.
     """
     if not words:
         raise ConfigError(
@@ -39,28 +43,37 @@ def combinations(
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ConfigError(f"{twice} is given twice; give all of its values in one word")
     last = [key.rpartition(".")[2] for key in keys]
-    names = [
-        short if last.count(short) == 1 else key
-        for short, (key, _) in zip(last, choices, strict=True)
+    shown = [
+        x if last.count(x) == 1 else key for x, key in zip(last, keys, strict=True)
     ]
-    members: dict[str, Member] = {}
+    by_name: dict[str, dict[str, tuple[str, Any]]] = {}
     for values in itertools.product(*(items for _, items in choices)):
-        parts = [f"{x}={text}" for x, (text, _) in zip(names, values, strict=True)]
+        parts = [f"{x}={text}" for x, (text, _) in zip(shown, values, strict=True)]
         name = re.sub(r"[^\w.,=+-]", "_", ",".join(parts))  # A folder's, no pattern.
-        own = copy.deepcopy(base)  # With its references, which follow what is set.
-        for (key, _), (text, value) in zip(choices, values, strict=True):
-            try:
-                config_path.set_value(key, own, value, accept_new_attributes=True)
-            except (KeyError, TypeError, ValueError) as error:
-                sentence = f"{key}={text} does not fit the config: {error}"
-                raise ConfigError(sentence) from error
-        if own.mirror:  # Of one run.
-            own.mirror = str(Path(own.mirror, name))
-        config.check(own)
-        if name in members:
+        if name in by_name:
             raise ConfigError(f"two runs of the sweep have the same name, {name}")
-        members[name] = Member(folder / name, own)
-    return list(members.values())
+        by_name[name] = dict(zip(keys, values, strict=True))
+    if only is not None and only not in by_name:
+        raise ConfigError(f"--only={only}; possible are {' '.join(by_name)}")
+    names = by_name if only is None else [only]
+    return [Member(folder / x, _config(base, x, by_name[x])) for x in names]
+
+
+def _config(
+    base: config_dict.ConfigDict, name: str, values: dict[str, tuple[str, Any]]
+) -> config_dict.ConfigDict:
+    """Makes the config of one combination: texts and values by key."""
+    own = copy.deepcopy(base)  # With its references, which follow what is set.
+    for key, (text, value) in values.items():
+        try:
+            config_path.set_value(key, own, value, accept_new_attributes=True)
+        except (KeyError, TypeError, ValueError) as error:
+            sentence = f"{key}={text} does not fit the config: {error}"
+            raise ConfigError(sentence) from error
+    if own.mirror:  # Of one run.
+        own.mirror = str(Path(own.mirror, name))
+    config.check(own)
+    return own
 
 
 def _choices(word: str) -> tuple[str, list[tuple[str, Any]]]:

@@ -58,12 +58,7 @@ def main(words: list[str]) -> None:
     """Trains all combinations that are not done, and prints the table."""
     cli.need("config", "workdir")
     folder = Path(FLAGS.workdir)
-    members = combinations(FLAGS.config, folder, words)
-    if FLAGS.only is not None:
-        names = [member.workdir.name for member in members]
-        if FLAGS.only not in names:
-            raise ConfigError(f"--only={FLAGS.only}; possible are {' '.join(names)}")
-        members = [members[names.index(FLAGS.only)]]
+    members = combinations(FLAGS.config, folder, words, FLAGS.only)
     train = _train_here if FLAGS.parallel == 1 else _train_in_processes
     codes = train(members)
     faults = {name: code for name, code in codes.items() if code}

@@ -275,6 +275,18 @@ def test_combinations_are_all_of_them_the_last_key_fastest(tmp_path):
     assert base.model.get("width") != 8
 
 
+def test_a_process_of_one_run_makes_the_config_of_no_other(tmp_path, monkeypatch):
+    checks, real = [], sweep.config.check
+    monkeypatch.setattr(sweep.config, "check", lambda x: checks.append(x) or real(x))
+    words = ["seed=" + ",".join(map(str, range(50))), "model.width=8,16"]
+    name = "seed=7,width=16"
+    (member,) = sweep.combinations(digits.get_config(), tmp_path, words, name)
+    assert member.workdir == tmp_path / name and len(checks) == 1
+    assert (member.config.seed, member.config.model.width) == (7, 16)
+    with pytest.raises(ConfigError, match="--only=seed=7; possible are seed=0,width=8"):
+        sweep.combinations(digits.get_config(), tmp_path, words, "seed=7")
+
+
 def test_processes_share_the_devices_that_are_listed(monkeypatch):
     assert sweep.shares("cpu", 3) == ["", "", ""]
     assert sweep.shares("gpu:0,1,2,5", 2) == ["gpu:0,2", "gpu:1,5"]
