@@ -129,6 +129,20 @@ def test_the_last_and_the_best_stay(tmp_path):
         assert (checkpoints.latest, checkpoints.best) == (6, 2)
 
 
+@pytest.mark.parametrize(("keep_last", "keep_best"), [(9, 1), (2, 0)])
+def test_a_save_reads_no_metrics_where_none_tell_what_to_remove(
+    tmp_path, monkeypatch, keep_last, keep_best
+):
+    reads, real = [], checkpoint.metrics_of
+    monkeypatch.setattr(checkpoint, "metrics_of", lambda x: reads.append(x) or real(x))
+    options = {"keep_last": keep_last, "keep_best": keep_best}
+    with Checkpoints(tmp_path, **options) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, {"step": np.int32(step)}, {"eval/loss": 1.0})
+    assert not reads
+    assert checkpoints.steps == [1, 2, 3, 4][-keep_last:]
+
+
 def left(values, keep_last, keep_best, best_mode, folder):
     """Steps that stay of saves with these metrics, and the best."""
     options = {"keep_last": keep_last, "keep_best": keep_best, "best_mode": best_mode}
