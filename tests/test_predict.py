@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 from PIL import Image
 
 from haiku_template.config import default_config
-from haiku_template.data import BatchSpec, Data, Split, from_split
+from haiku_template.data import BatchSpec, Data, Split, dataset, from_split
 from haiku_template.data.examples import as_dataset, as_labelled, read_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
@@ -493,6 +494,24 @@ def test_pictures_of_another_size_are_resized_and_said(
     assert examples.dataset.batch(0)["labels"].tolist() == [0, 1]
     with pytest.raises(ConfigError, match=r"pictures for each class \(0, 1"):
         evaluate(run, tmp_path / "sorted")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_memory_holds_pictures_once(tmp_path, dtype, monkeypatch):
+    for i in range(24):
+        Image.new("RGB", (128, 128), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
+    x, y = np.zeros((4, 128, 128, 3), dtype), np.zeros(4, np.int32)
+    data = from_split(Split(x, y, x, y), BatchSpec(2))
+    read_examples(str(tmp_path), data, 2)  # Imports Pillow's formats.
+    tracemalloc.start()
+    inputs = read_examples(str(tmp_path), data, 2).dataset.arrays["inputs"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert inputs.shape == (24, 128, 128, 3) and inputs.dtype == dtype
+    assert inputs.nbytes <= peak < 1.5 * inputs.nbytes
+    monkeypatch.setattr(dataset, "host_memory", lambda: inputs.nbytes - 1)
+    with pytest.raises(ConfigError, match=f"24 pictures have {inputs.nbytes:,} bytes"):
+        read_examples(str(tmp_path), data, 2)
 
 
 def test_pictures_for_a_run_of_fractions_are_scaled(tmp_path, caplog):

@@ -5,13 +5,20 @@ run's own batches; what differs is a `ConfigError`. Imports no JAX.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_template.data.dataset import Data, Rows, class_numbers, each_shape
+from haiku_template.data.dataset import (
+    Data,
+    Rows,
+    check_memory,
+    class_numbers,
+    each_shape,
+)
 from haiku_template.data.datasets import check_classes
 from haiku_template.data.files import check_names, read_with
 from haiku_template.data.tables import OF_THE_LOSS, read_table
@@ -261,10 +268,7 @@ def _read_pictures(
             f"the run was trained on {['N', *shape]}, and pictures are [N, height, "
             "width, 1, 3 or 4 channels]".replace("'N'", "N")
         )
-    resized: list[Path] = []
-    inputs = np.stack(
-        [read_with(x, lambda f: _pixels(f, shape, resized)) for x in files]
-    )
+    inputs, resized = _stack(files, like)
     if resized:
         logger.warning(
             "%d of %d pictures were resized to %d x %d, the first %s",
@@ -274,7 +278,6 @@ def _read_pictures(
         logger.warning(
             "pixels are scaled from bytes to [0, 1]: the run takes fractions"
         )
-        inputs = (inputs / np.float32(255)).astype(like.dtype)
     names = tuple(str(x.relative_to(folder)) for x in files)
     labels = [classes.get(file.parent.name) for file in files]
     if None in labels:
@@ -283,6 +286,23 @@ def _read_pictures(
             logger.warning("%s is in %s", names[labels.index(None)], advice)
         return {"inputs": inputs}, names
     return {"inputs": inputs, "labels": np.array(labels, np.int32)}, names
+
+
+def _stack(files: list[Path], like: Any) -> tuple[np.ndarray, list[Path]]:
+    """Reads pictures to bytes, or to fractions if the run takes them: [N, H, W, C].
+
+    Beside them are the files of those that were resized. Memory holds them once.
+    """
+    is_float, resized = like.dtype.kind == "f", []
+    dtype, shape = like.dtype if is_float else np.dtype(np.uint8), like.shape[1:]
+    size = len(files) * math.prod(shape) * dtype.itemsize
+    fact = f"{len(files):,} pictures have {size:,} bytes in the run's shape and dtype"
+    check_memory(size, fact, "give --inputs a part of them at a time")
+    inputs = np.empty((len(files), *shape), dtype)
+    for row, file in zip(inputs, files, strict=True):
+        pixels = read_with(file, lambda x: _pixels(x, shape, resized))
+        row[...] = pixels / np.float32(255) if is_float else pixels
+    return inputs, resized
 
 
 def _pixels(file: Path, shape: tuple[int, ...], resized: list[Path]) -> np.ndarray:
