@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import io
 import json
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from haiku_template.data.examples import as_dataset, as_labelled, read_examples
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
-from haiku_template.runs import Run, train
+from haiku_template.runs import Run, predictions, train
 from haiku_template.runs.predictions import print_predictions, write_predictions
 from haiku_template.training import Experiment
 from tests.runs import ROOT
@@ -494,6 +495,41 @@ def test_pictures_of_another_size_are_resized_and_said(
     assert examples.dataset.batch(0)["labels"].tolist() == [0, 1]
     with pytest.raises(ConfigError, match=r"pictures for each class \(0, 1"):
         evaluate(run, tmp_path / "sorted")
+
+
+ROWS = {
+    "float32": np.arange(60, dtype=np.float32).reshape(5, 3, 4),
+    "bfloat16": np.arange(5).astype(jnp.bfloat16),
+    "bool": np.array([True, False, True, True, False]),
+    "text": np.array(["a", "bc", "", "def", "é"]),
+    "strided": np.arange(40).reshape(5, 8)[:, ::2],
+    "transposed": np.arange(20).reshape(4, 5).T,
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_an_array_of_predictions_is_written_as_numpy_writes_it(kind):
+    array, files = ROWS[kind], (io.BytesIO(), io.BytesIO())
+    predictions._write_array(files[0], [array[:2], array[2:4], array[4:]])
+    np.lib.format.write_array(files[1], np.ascontiguousarray(array))
+    assert files[0].getvalue() == files[1].getvalue()
+
+
+def test_parts_of_predictions_need_not_be_of_one_dtype():
+    file, parts = io.BytesIO(), [np.array(["a"]), np.array(["bcd", "e"])]
+    predictions._write_array(file, parts)
+    file.seek(0)
+    np.testing.assert_array_equal(np.load(file), ["a", "bcd", "e"])
+
+
+def test_memory_holds_predictions_once(tmp_path):
+    batches = [{"outputs": np.ones((100, 1000), np.float32)} for _ in range(40)]
+    tracemalloc.start()
+    assert predictions._write_arrays(tmp_path / "new.npz", batches) == 4000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4e6  # Of 16e6 bytes, which are there before.
+    assert np.load(tmp_path / "new.npz")["outputs"].shape == (4000, 1000)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])

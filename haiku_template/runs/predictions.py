@@ -1,11 +1,12 @@
 """Predictions: outputs for each example of a data set, written to a file or shown."""
 
+import functools
 import json
 import sys
 import types
 import zipfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from haiku_template.errors import ConfigError
 from haiku_template.params import flatten, in_dictionaries
 from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
+from haiku_template.storage.manifest import bits
 from haiku_template.training import Trainer
 from haiku_template.training.evaluation import num_rows
 from haiku_template.training.state import TrainState
@@ -74,12 +76,26 @@ def _write_arrays(file: Path, batches: list[Any]) -> int:
             "batches have outputs of several lengths, which are no arrays; "
             f"--output={file.stem}.jsonl has a line for each"
         )
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
+    parts = [*map(flatten, batches)]
     with zipfile.ZipFile(file, "w") as archive:  # `np.savez` takes no name `file`.
-        for name, array in flatten(joined).items():
+        for name in parts[0]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array)
-    return num_rows(joined)
+                _write_array(entry, [leaves[name] for leaves in parts])
+    return sum(map(num_rows, batches))
+
+
+def _write_array(entry: Any, parts: Sequence[np.ndarray]) -> None:
+    """Writes an array of its parts, without joining them: memory holds it once."""
+    rows = sum(map(len, parts))
+    dtype = functools.reduce(np.promote_types, {x.dtype for x in parts})
+    if dtype.hasobject:
+        return np.lib.format.write_array(entry, np.concatenate(parts))
+    array = np.broadcast_to(np.zeros((), dtype), (rows, *parts[0].shape[1:]))
+    header = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(entry, header | {"fortran_order": False})
+    for part in parts:
+        entry.write(bits(part.astype(dtype, copy=False)))
+    return None
 
 
 class _UnreadError(Exception):
