@@ -3,7 +3,7 @@
 import csv
 import functools
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,16 +71,17 @@ def _parse(where: str, text: str) -> Row:
     return Row(where, values)
 
 
-def read_csv(path: Path, name: Callable[[list[str]], list[str]]) -> list[Row]:
-    """Reads a table of text; `name` maps its first line to the names of its columns.
+def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row]:
+    """Iterates over a table of text.
 
-    A first line with other names is a row itself. Blank lines are left out.
+    `name` maps its first line to the names of its columns; a first line with other
+    names is a row itself. Blank lines are left out.
     """
     text = _read_text(path)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     usual = csv.field_size_limit(max(len(text), 1))  # Else texts of 128 KiB.
     first: list[str] = []
-    rows, begin = [], 1
+    begin = 1
     try:
         for values in reader:
             where, begin = f"line {begin} of {path}", reader.line_num + 1
@@ -97,12 +98,11 @@ def read_csv(path: Path, name: Callable[[list[str]], list[str]]) -> list[Row]:
                     f"{len(first)} columns: {', '.join(first)}; commas in a text are "
                     "between double quotes"
                 )
-            rows.append(Row(where, dict(zip(names, values, strict=True))))
+            yield Row(where, dict(zip(names, values, strict=True)))
     except csv.Error as error:
         raise ConfigError(f"line {begin} of {path} is no CSV: {error}") from error
     finally:
         csv.field_size_limit(usual)
-    return rows
 
 
 def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
@@ -127,6 +127,6 @@ def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
 
 
 FORMATS: dict[str, Callable[[Path, Collection[str]], list[Row]]] = {
-    ".csv": lambda path, columns: read_csv(path, lambda first: first),
+    ".csv": lambda path, columns: [*csv_rows(path, lambda first: first)],
     ".parquet": _read_parquet,
 }

@@ -1,14 +1,16 @@
 """Tables of numbers, .csv, .jsonl and .parquet, as arrays by name."""
 
+import contextlib
+import itertools
 import math
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from haiku_template.data.dataset import Batch, Data, class_numbers
-from haiku_template.data.rows import Row, read_csv, read_rows
+from haiku_template.data.rows import Row, csv_rows, read_rows
 from haiku_template.data.trees import leaves_by_path, nested
 from haiku_template.errors import some
 
@@ -27,19 +29,48 @@ def read_table(path: Path, like: Batch, data: Data, needed: Set[str]) -> Any:
     order.
     """
     is_csv = path.suffix.lower() == ".csv"
-    rows = read_csv(path, _names) if is_csv else read_rows(path, None)
-    if not rows:
+    rows = csv_rows(path, _names) if is_csv else (x for x in read_rows(path, None))
+    with contextlib.closing(rows):
+        return _arrays(rows, like, data, needed)
+
+
+def _arrays(rows: Iterator[Row], like: Batch, data: Data, needed: Set[str]) -> Any:
+    if (first := next(rows, None)) is None:
         raise ValueError("it has no rows")
-    columns = [*rows[0].values]
+    columns, labels = _columns([*first.values], like, needed)
+    numbers: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+    cells: list[str] = []
+    # Row by row: as text a row takes ten times the memory of its numbers.
+    for row in itertools.chain([first], rows):
+        if row.values.keys() != first.values.keys():
+            raise ValueError(
+                f"{row.where} has other columns than {', '.join(first.values)}"
+            )
+        for name, (names, leaf) in columns.items():
+            numbers[name].append(_row(row, names, math.prod(leaf.shape[1:])))
+        for name in labels:
+            if row.values[name] is None:
+                raise ValueError(f"{row.where} has no {name}")
+            cells.append(str(row.values[name]).strip())
+    arrays = {}
+    for name, (_, leaf) in columns.items():
+        array = _numbers(numbers.pop(name), leaf.dtype.kind)
+        arrays[name] = array.reshape(-1, *leaf.shape[1:])
+    if labels:
+        arrays["labels"] = _labels(cells, like, data)
+    return nested(arrays)
+
+
+def _columns(
+    columns: list[str], like: Batch, needed: Set[str]
+) -> tuple[dict[str, tuple[list[str], Any]], list[str]]:
+    """Columns of each array by its path, with what it is like; and that of labels."""
     present = needed | {*columns} - {"labels"}
     leaves = {
         x.removeprefix("inputs/"): (x, leaf)
         for x, leaf in leaves_by_path(like).items()
         if x.partition("/")[0] in present
     }
-    for row in rows:
-        if row.values.keys() != rows[0].values.keys():
-            raise ValueError(f"{row.where} has other columns than {', '.join(columns)}")
     labels = [x for x in columns if x.strip().lower() in LABELS and x not in leaves]
     if len(labels) > 1:
         raise ValueError(f"it has {len(labels)} columns of labels: {', '.join(labels)}")
@@ -61,16 +92,11 @@ def read_table(path: Path, like: Batch, data: Data, needed: Set[str]) -> Any:
         )
     if columns != _numbered(len(columns)) and len(unnamed) > 1:
         raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")
-    arrays = {}
-    for name, (leaf_path, leaf) in leaves.items():
-        names = [free.pop(0) for _ in range(unnamed.get(name, 0))] or [name]
-        arrays[leaf_path] = _read_numbers(rows, names, leaf)
-    if labels:
-        cells = [row.values[labels[0]] for row in rows]
-        if None in cells:
-            raise ValueError(f"{rows[cells.index(None)].where} has no {labels[0]}")
-        arrays["labels"] = _labels([str(x).strip() for x in cells], like, data)
-    return nested(arrays)
+    ordered = iter(free)
+    return {
+        path: ([*itertools.islice(ordered, unnamed.get(name, 0))] or [name], leaf)
+        for name, (path, leaf) in leaves.items()
+    }, labels
 
 
 def _numbered(count: int) -> list[str]:
@@ -93,20 +119,18 @@ def _names(first: list[str]) -> list[str]:
     return first
 
 
-def _read_numbers(rows: list[Row], columns: list[str], like: Any) -> np.ndarray:
-    """Array [N, ...] of columns of numbers, or of one column of lists of them."""
-    size, numbers = math.prod(like.shape[1:]), []
-    for row in rows:
-        try:
-            cells = np.array([row.values[x] for x in columns], object)
-            numbers.append([*map(_number, cells.ravel())])
-        except (KeyError, TypeError, ValueError):
-            numbers.append([])
-        if len(numbers[-1]) != size:
-            is_list = len(columns) < size
-            kind = f"{size} numbers as {columns[0]}" if is_list else NUMBERS
-            raise ValueError(f"{row.where} is not {kind}")
-    return _numbers(numbers, like.dtype.kind).reshape(len(rows), *like.shape[1:])
+def _row(row: Row, columns: list[str], size: int) -> np.ndarray:
+    """Numbers of a row, of its columns or of a list in one of them: float64 [n]."""
+    try:
+        cells = np.array([row.values[x] for x in columns], object)
+        numbers = np.array([*map(_number, cells.ravel())], np.float64)
+    except (KeyError, TypeError, ValueError):
+        numbers = np.empty(0)
+    if len(numbers) != size:
+        is_list = len(columns) < size
+        kind = f"{size} numbers as {columns[0]}" if is_list else NUMBERS
+        raise ValueError(f"{row.where} is not {kind}")
+    return numbers
 
 
 def _labels(cells: list[str], like: Batch, data: Data) -> np.ndarray:
