@@ -20,6 +20,7 @@ from haiku_template.storage.metrics import read, sampled
 
 PICTURE = "comparison.png"
 EARLY = "stopped early"
+POINTS = 500  # Rows of training of each run, of which there may be thousands.
 
 
 class Summary(NamedTuple):
@@ -52,7 +53,7 @@ def summarize_run(
         return row
 
     file = workdir / workdirs.METRICS
-    rows = read(file, lambda rows: sampled(map(watched, rows)))
+    rows = read(file, lambda rows: sampled(map(watched, rows), POINTS))
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
     started = workdirs.read_json(workdir / workdirs.ENV).get("num_steps")

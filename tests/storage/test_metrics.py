@@ -133,7 +133,8 @@ def test_a_sample_is_even_and_has_all_evaluations_and_the_end(tmp_path):
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 128
     (tmp_path / "config.json").write_text("{}")
     summary = comparison.summarize_run(tmp_path, metric="train/loss", mode="min")
-    assert len(summary.rows) < 11_000 and summary.best == (0.1, 1)
+    # There may be 2,000 runs, and all are held for the picture.
+    assert len(summary.rows) < 1_100 and summary.best == (0.1, 1)
     few = [{"step": step} for step in range(1, 200)]
     assert metrics.sampled(few, 100) == few and metrics.sampled([]) == []
 
