@@ -94,12 +94,19 @@ class _Copies(Checkpoints):
     def steps(self) -> list[int]:
         """Steps on disk, but for those that the run went back from."""
 
+        # Listed once: there may be thousands of steps.
+        away = [*(self._workdir / workdirs.CHECKPOINTS).glob("*.rewound*")]
+
         def is_rewound(step: int) -> bool:
-            rewound = (self._workdir / workdirs.CHECKPOINTS).glob(f"{step}.rewound*")
-            copy = _manifest(self.directory / str(step))  # It may be of a later save.
-            return any(_manifest(folder) == copy for folder in rewound)
+            rewound = [x for x in away if x.name.startswith(f"{step}.rewound")]
+            # The copy may be of a later save.
+            return bool(rewound) and self._is_one_of(step, rewound)
 
         return [step for step in super().steps if not is_rewound(step)]
+
+    def _is_one_of(self, step: int, folders: list[Path]) -> bool:
+        copy = _manifest(self.directory / str(step))
+        return any(_manifest(folder) == copy for folder in folders)
 
     def restore(self, *args: Any) -> Any:
         """Restores as `Checkpoints.restore` does; what is not there is damaged."""

@@ -410,6 +410,25 @@ def test_a_rewind_names_a_mirror_that_cannot_be_read(copy, monkeypatch):
     assert steps(workdir) == [2, 4] and not left_out(workdir)
 
 
+def test_steps_of_a_mirror_are_compared_with_those_that_were_left_alone(
+    tmp_path, monkeypatch
+):
+    reads, real = [], mirrors._manifest
+    folder, workdir = tmp_path / "mirror", tmp_path / "run"
+    for step in range(1, 31):
+        (folder / workdirs.CHECKPOINTS / str(step)).mkdir(parents=True)
+        (folder / workdirs.CHECKPOINTS / str(step) / workdirs.COMMIT).touch()
+    away = workdir / workdirs.CHECKPOINTS / "7.rewound"
+    for place in (away, folder / workdirs.CHECKPOINTS / "7"):
+        (place / "manifest").mkdir(parents=True)
+        (place / "manifest" / "manifest").write_text("{}")
+    monkeypatch.setattr(mirrors, "_manifest", lambda x: reads.append(x) or real(x))
+    copies = mirrors._Copies(workdir, folder, "run")
+    assert copies.steps == [step for step in range(1, 31) if step != 7]
+    copies.close()
+    assert len(reads) == 2
+
+
 def test_a_mirror_whose_path_would_be_another_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has a backslash"):
         run(tmp_path / "run", mirror=tmp_path / "m\\b")
