@@ -1,6 +1,5 @@
 """Where the template and the oracle disagree, by more than rounding explains."""
 
-import math
 import tempfile
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def disagreements(case):
     for part in sorted(trained.keys() | wanted.keys()):
         values = [x.get(part, {}) for x in (trained, wanted, *others)]
         start = begin if part in ("params", "averages") else {}
-        faults += [f"{part}: {x}" for x in _differences(case, start, *values)]
+        faults += [f"{part}: {x}" for x in differences(case, start, *values)]
     return faults
 
 
@@ -138,7 +137,7 @@ def parts_of(case, run):
     return parts
 
 
-def _differences(case, start, trained, wanted, *others):
+def differences(case, start, trained, wanted, *others):
     """Lines on leaves of a part that differ by more than rounding."""
     times = ROUNDING[case["config"].get("precision", "float32")][1]
     for path in sorted(trained.keys() ^ wanted.keys()):
@@ -149,10 +148,12 @@ def _differences(case, start, trained, wanted, *others):
         if value.shape != right.shape:
             yield f"{path} is {value.shape}, and by the oracle {right.shape}"
             continue
+        none = np.isnan(value) & np.isnan(right)  # They agree that it is no number.
+        value, right = (np.where(none, 0, x) for x in (value, right))
         error = np.linalg.norm(value - right)
-        near = max(np.linalg.norm(np.asarray(x[path]) - right) for x in others)
+        near = max(np.linalg.norm(np.where(none, 0, x[path]) - right) for x in others)
         moved = np.linalg.norm(right - np.asarray(start.get(path, 0)))
         limit = times * near + 1e-6 * np.linalg.norm(right) + 1e-5 * moved + 1e-9
-        if not error <= limit and not (math.isnan(near) and np.isnan(right).any()):
+        if not error <= limit:
             text = f"{value:.8g} {right:.8g}" if value.ndim == 0 else f"{value.shape}"
             yield f"{path} is off by {error:.2g}, limit {limit:.2g}: {text}"

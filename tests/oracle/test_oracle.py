@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.oracle.compare import disagreements
+from tests.oracle.compare import differences, disagreements
 from tests.oracle.draw import draw
 from tests.runs import ROOT
 
@@ -27,6 +27,7 @@ WEIGHTS = {
 QUICK = {"weights": WEIGHTS}
 QUICK |= {str(seed): draw(seed) for seed in (29,)}
 MORE = range(100, 112)
+NAN = float("nan")
 
 
 @pytest.mark.parametrize("name", ORACLE)
@@ -42,6 +43,17 @@ def test_the_oracle_imports_nothing_of_the_template(name):
             assert top != "tests" or module.removeprefix("tests.oracle.") + ".py" in (
                 ORACLE
             )
+
+
+@pytest.mark.parametrize(
+    ("value", "right", "count"),
+    [(1.6, NAN, 1), (NAN, 1.6, 1), (NAN, NAN, 0), ([NAN, 9.0], [NAN, 1.0], 1)],
+)
+def test_what_one_says_is_no_number_the_other_must(value, right, count):
+    """As the accuracy of a step that is skipped, which was above 1 once."""
+    trained, wanted = {"accuracy": value}, {"accuracy": right}
+    lines = differences({"config": {}}, {}, trained, wanted, wanted, wanted)
+    assert len([*lines]) == count
 
 
 @pytest.mark.parametrize("name", QUICK)
