@@ -129,8 +129,9 @@ class Life:
         process = self._train()
         self._sleep(process, self.random.uniform(0, 6))
         second = self._train()
-        for one in (second, process):
-            self._end(one, also=(64, 74))
+        codes = [self._end(one, also=(64, 74))[0] for one in (second, process)]
+        if 0 not in codes:
+            self.faults.append(f"{second.errors.name}: neither ran, but {codes}")
 
     def pause(self):
         """Stops the process for a while, as a suspended laptop."""
