@@ -41,6 +41,8 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
     def __init__(self, workdir: Path, start: int) -> None:
         path, self._lines = workdir / workdirs.METRICS, None
         with dispensable(path):
+            for half in workdir.glob(f".{path.name}.[0-9]*"):
+                half.unlink()  # Of a start that was killed as it wrote it.
             rows = (row for row in rows_of(path) if row["step"] <= start)
             workdirs.write_atomically(path, (f"{json.dumps(x)}\n" for x in rows))
             self._lines = Note(path)

@@ -47,6 +47,14 @@ def test_going_on_takes_back_what_was_written_after(tmp_path):
     assert json.loads(text[-1])["train/loss"] == 0.5
 
 
+def test_a_start_that_was_killed_as_it_resumed_leaves_no_half_of_a_long_file(tmp_path):
+    (tmp_path / ".metrics.jsonl.4711").write_text('{"step": 1}')
+    (tmp_path / ".metrics.jsonl.copied").touch()  # In a run's mirror.
+    MetricsWriter(tmp_path, 0).close()
+    names = {".metrics.jsonl.copied", "metrics.jsonl", "tensorboard"}
+    assert {x.name for x in tmp_path.iterdir()} == names
+
+
 def test_tensorboard_events_are_written(tmp_path):
     with contextlib.closing(MetricsWriter(tmp_path, 0)) as write:
         write(1, {"train/loss": 1.0})
