@@ -35,9 +35,9 @@ def contents(path: Path, most: int = MOST) -> bytes:
 
 
 def lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Iterates over a regular file's lines, of `MOST` bytes; raises `OSError`.
+    """Iterates over a regular file's lines from the byte `start`; raises `OSError`.
 
-    `start` is the byte to begin at.
+    One of more than `MOST` bytes comes in pieces of so many.
     """
     with opened(path) as file:
         file.seek(start)

@@ -116,13 +116,15 @@ class Report:
         if self._start and not self._follows:
             with dispensable("the goodput"):
                 self.print(described(goodput(self.workdir)))
-        path, rows = self.workdir, read(self.workdir / METRICS, sampled)
+        path, last = self.workdir, {}
+        noted = lambda rows: (last.update(row) or row for row in rows)  # noqa: E731
+        rows = read(path / METRICS, lambda rows: sampled(noted(rows)))
         with dispensable(self.workdir / REPORT):
             path = (not self._follows and plots.write(path, rows)) or path
         self.print(f"done      step {step}; {path}")
         if self._display.in_notebook and path.suffix:
             notebook.show_picture(path)
-        return {k: v for row in rows for k, v in row.items() if k != "step"}
+        return {k: v for k, v in last.items() if k != "step"}
 
     def _write(self, step: int, metrics: Metrics) -> None:
         for name, write in self._writers:

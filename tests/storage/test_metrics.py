@@ -3,10 +3,11 @@ import itertools
 import json
 import math
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 
-from haiku_template.reporting import goodput, plots, trackers
+from haiku_template.reporting import goodput, plots, report, trackers
 from haiku_template.runs import comparison
 from haiku_template.storage import metrics
 from haiku_template.storage.metrics import MetricsWriter, read
@@ -145,6 +146,20 @@ def test_a_sample_is_even_and_has_all_evaluations_and_the_end(tmp_path):
     assert len(summary.rows) < 1_100 and summary.best == (0.1, 1)
     few = [{"step": step} for step in range(1, 200)]
     assert metrics.sampled(few, 100) == few and metrics.sampled([]) == []
+
+
+def test_a_run_ends_with_the_last_of_each_metric_and_not_of_a_sample(tmp_path):
+    """As that of steps which were skipped before a resumed run's start."""
+    rows = [{"step": i, "train/loss": 1 / i} for i in range(1, 20_001)]
+    rows[10_001] |= {"train/rare": 3.0}  # Not of the rows that are sampled.
+    assert "train/rare" not in {k for row in metrics.sampled(rows) for k in row}
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    display = SimpleNamespace(stop=lambda: None, in_notebook=False)
+    run = SimpleNamespace(workdir=tmp_path, _start=0, _follows=True, _display=display)
+    run.print = lambda *_: None
+    last = {"train/loss": 1 / 20_000, "train/rare": 3.0}
+    assert report.Report.finish(run, 20_000) == last
 
 
 def test_a_reader_goes_on_where_it_was_and_leaves_half_a_line(tmp_path):
