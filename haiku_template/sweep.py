@@ -124,7 +124,7 @@ def _state(member: Member) -> str:
     epochs = values.get("num_epochs")
     if epochs is not None and saved.get("num_epochs") == epochs:
         values["num_steps"] = saved["num_steps"]
-    rows = metrics.read(member.workdir / workdir.METRICS, metrics.sampled)
+    rows = metrics.sampled(member.workdir / workdir.METRICS)
     state = comparison.state_of(member.workdir, values, rows)
     return state if state in ("done", comparison.EARLY) else ""
 

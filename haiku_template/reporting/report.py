@@ -11,7 +11,7 @@ from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodp
 from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
-from haiku_template.storage.metrics import MetricsWriter, Reader, read, sampled
+from haiku_template.storage.metrics import MetricsWriter, Reader, sampled
 from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
 
 Metrics = dict[str, float]
@@ -117,8 +117,7 @@ class Report:
             with dispensable("the goodput"):
                 self.print(described(goodput(self.workdir)))
         path, last = self.workdir, {}
-        noted = lambda rows: (last.update(row) or row for row in rows)  # noqa: E731
-        rows = read(path / METRICS, lambda rows: sampled(noted(rows)))
+        rows = sampled(path / METRICS, last.update)
         with dispensable(self.workdir / REPORT):
             path = (not self._follows and plots.write(path, rows)) or path
         self.print(f"done      step {step}; {path}")

@@ -16,11 +16,11 @@ from haiku_template.reporting import plots
 from haiku_template.reporting.display import table
 from haiku_template.runs.early_stop import early_stop
 from haiku_template.storage import workdir as workdirs
-from haiku_template.storage.metrics import read, sampled
+from haiku_template.storage.metrics import sampled
 
 PICTURE = "comparison.png"
 EARLY = "stopped early"
-POINTS = 500  # Rows of training of each run, of which there may be thousands.
+MOST_BYTES = 250_000  # Of lines of each run, of which there may be hundreds.
 
 
 class Summary(NamedTuple):
@@ -47,13 +47,11 @@ def summarize_run(
         metric, mode = str(ranks["best_metric"]), mode or ranks["best_mode"]
     points: list[tuple[float, int]] = []
 
-    def watched(row: dict[str, Any]) -> dict[str, Any]:
+    def look(row: dict[str, Any]) -> None:
         if row.get(metric) is not None:
             points.append((row[metric], row["step"]))
-        return row
 
-    file = workdir / workdirs.METRICS
-    rows = read(file, lambda rows: sampled(map(watched, rows), POINTS))
+    rows = sampled(workdir / workdirs.METRICS, look, MOST_BYTES)
     best = (max if mode == "max" else min)(points, key=lambda x: x[0], default=None)
     keys = configs.flatten(values)
     started = workdirs.read_json(workdir / workdirs.ENV).get("num_steps")

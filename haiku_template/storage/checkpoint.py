@@ -119,14 +119,6 @@ class Checkpoints:
         newest = sorted(metrics, reverse=True)[: self._keep_last]
         return {*newest, *self.best_first(metrics)[: self._keep_best]}
 
-    def _surplus(self) -> set[int]:
-        """Steps on disk that are to be removed; metrics are read where they matter."""
-        steps = self.steps
-        if len(steps) <= self._keep_last:
-            return set()
-        metrics = self.metrics if self._keep_best else dict.fromkeys(steps, {})
-        return metrics.keys() - self.preserved(metrics)
-
     def __enter__(self) -> "Checkpoints":
         self._errors = self._stack.enter_context(failures.muted())
         return self
@@ -353,7 +345,11 @@ class Checkpoints:
                 workdirs.mark_saved(self.directory.parent, step)
             try:
                 remove_unfinished(self.directory)
-                for step in self._surplus():
+                # Metrics are read where they tell which to remove.
+                steps = self.steps if len(self.steps) > self._keep_last else ()
+                ranked = steps and self._keep_best
+                metrics = self.metrics if ranked else dict.fromkeys(steps, {})
+                for step in metrics.keys() - self.preserved(metrics):
                     remove(self.directory / str(step))
             except OSError as error:
                 failures.warn_of_removal(self.directory, error)

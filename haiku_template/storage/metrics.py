@@ -21,7 +21,7 @@ from haiku_template.storage.files import Note, dispensable
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 UNREADABLE = "%s cannot be read: %s"
-MOST_ROWS = 5_000  # Of training, that a picture or a table needs.
+MOST_BYTES = 2_500_000  # Of lines that a picture needs: some 5,000.
 # Fields of TensorFlow's event.proto, and kinds of a protocol buffer's values.
 WALL_TIME, STEP, FILE_VERSION, SUMMARY, SESSION_LOG = 1, 2, 3, 5, 7
 VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5
@@ -111,7 +111,7 @@ def _checksum(data: bytes) -> bytes:
 def read(path: Path, take: Callable[[Iterator[Row]], list[Row]] = list) -> list[Row]:
     """Reads the undamaged lines of a metrics.jsonl; [] without a file.
 
-    `take` makes the list, of their iterator: it may be `sampled`.
+    `take` makes the list, of their iterator.
     """
     try:
         return take(rows_of(path))
@@ -120,28 +120,30 @@ def read(path: Path, take: Callable[[Iterator[Row]], list[Row]] = list) -> list[
         return []
 
 
-def sampled(rows: Iterable[Row], most: int = MOST_ROWS) -> list[Row]:
-    """Samples some `most` to twice as many rows evenly, of any number.
+def sampled(
+    path: Path, look: Callable[[Row], None] = lambda row: None, most: int = MOST_BYTES
+) -> list[Row]:
+    """Samples a metrics.jsonl of any length evenly: some `most` bytes of its lines.
 
     All evaluations are among them, each with the row before it, and the last row.
+    `look` is called with each row, also of those that are left out.
     """
-    chosen: list[tuple[int | None, Row]] = []  # With the number of each that may go.
-    every, count = 1, 0
-    pairs = itertools.pairwise(itertools.chain(rows, [{}]))
-    for number, (row, following) in enumerate(pairs):
-        stays = not following or any(map(_is_evaluation, (row, following)))
-        if stays or number % every == 0:
-            chosen.append((None if stays else number, row))
-            count += not stays
-        if count > 2 * most:
-            every *= 2
-            chosen = [x for x in chosen if x[0] is None or x[0] % every == 0]
-            count = sum(x[0] is not None for x in chosen)
-    return [row for _, row in chosen]
+    every = 1 + (path.stat().st_size if path.exists() else 0) // most
+
+    def choose(rows: Iterator[Row]) -> list[Row]:
+        pairs = enumerate(itertools.pairwise(itertools.chain(rows, [{}])))
+        return [
+            row
+            for number, (row, after) in pairs
+            if look(row) or number % every == 0 or _stays(row) or _stays(after)
+        ]
+
+    return read(path, choose)
 
 
-def _is_evaluation(row: Row) -> bool:
-    return any(key.startswith("eval/") for key in row)
+def _stays(row: Row) -> bool:
+    """True for an evaluation, and for the end, which is no row."""
+    return not row or any(key.startswith("eval/") for key in row)
 
 
 class Reader:
