@@ -62,7 +62,8 @@ def write_comparison(
     path: Path, runs: dict[str, list[dict[str, Any]]], metrics: Sequence[str]
 ) -> Path | None:
     """Draws each metric's curves of all runs, by label; if it cannot, None."""
-    if (figure := _figure(path.name, 6 * len(metrics), 4 + 0.2 * len(runs))) is None:
+    height = 4 + 0.21 * len(runs)  # A line of the legend has 0.208 inches.
+    if (figure := _figure(path.name, 6 * len(metrics), height)) is None:
         return None
     for place, metric in enumerate(metrics, 1):
         axes = figure.add_subplot(1, len(metrics), place)

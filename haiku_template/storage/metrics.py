@@ -20,6 +20,8 @@ from haiku_template.storage.files import Note, dispensable
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
+# Maker of a row of its keys and values. All rows have the same: they take a third.
+INTERNED = lambda pairs: {sys.intern(key): x for key, x in pairs}  # noqa: E731
 UNREADABLE = "%s cannot be read: %s"
 MOST_BYTES = 2_500_000  # Of lines that a picture needs: some 5,000.
 # Fields of TensorFlow's event.proto, and kinds of a protocol buffer's values.
@@ -109,10 +111,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def read(path: Path, take: Callable[[Iterator[Row]], list[Row]] = list) -> list[Row]:
-    """Reads the undamaged lines of a metrics.jsonl; [] without a file.
-
-    `take` makes the list, of their iterator.
-    """
+    """Reads the undamaged lines of a metrics.jsonl, as `take`; [] without a file."""
     try:
         return take(rows_of(path))
     except OSError as error:
@@ -121,7 +120,7 @@ def read(path: Path, take: Callable[[Iterator[Row]], list[Row]] = list) -> list[
 
 
 def sampled(
-    path: Path, look: Callable[[Row], None] = lambda row: None, most: int = MOST_BYTES
+    path: Path, look: Any = lambda _: None, most: int = MOST_BYTES
 ) -> list[Row]:
     """Samples a metrics.jsonl of any length evenly: some `most` bytes of its lines.
 
@@ -178,7 +177,7 @@ def _undamaged(path: Path, text: Iterable[bytes]) -> Iterator[Row]:
     damaged, number = [], 0
     for number, line in enumerate(text, 1):
         try:
-            row = parse(line.decode("utf-8", "replace"), dict, _interned)
+            row = parse(line.decode("utf-8", "replace"), dict, INTERNED)
             if not all(x is None or is_number(x) for x in row.values()):
                 raise ValueError("other things than numbers")
             row = {"step": operator.index(row["step"])} | row
@@ -188,8 +187,3 @@ def _undamaged(path: Path, text: Iterable[bytes]) -> Iterator[Row]:
             yield row
     if damaged and damaged != [number]:
         logger.warning("%s: lines %s are damaged, and left out", path, damaged)
-
-
-def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a row, whose keys are those of all others: so they take a third."""
-    return {sys.intern(key): value for key, value in pairs}

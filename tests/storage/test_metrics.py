@@ -164,6 +164,13 @@ def test_a_run_ends_with_the_last_of_each_metric_and_not_of_a_sample(tmp_path):
     assert report.Report.finish(run, 20_000) == last
 
 
+def test_the_curves_of_many_runs_have_room_beside_their_names(tmp_path):
+    """Of no room matplotlib warns, and the picture is of names alone."""
+    rows = [{"step": 1, "train/loss": 1.0}, {"step": 2, "train/loss": 0.5}]
+    runs = {f"run {i}": rows for i in range(500)}
+    assert plots.write_comparison(tmp_path / "many.png", runs, ["train/loss"])
+
+
 def test_a_reader_goes_on_where_it_was_and_leaves_half_a_line(tmp_path):
     file, reader = (
         tmp_path / "metrics.jsonl",
