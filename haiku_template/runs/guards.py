@@ -31,6 +31,7 @@ IGNORED = (
     "; classes and tokens count from 0: an example to leave out has an example_weight "
     "of 0, a token a loss_mask of False (-1 and -100 mean that elsewhere)"
 )
+TESTED = 250  # Leaves at once: XLA takes 0.3 s to compile 250, and 13 s for 1,000.
 
 
 @jax.jit
@@ -45,10 +46,13 @@ def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     """Finds non-finite leaves on their devices: `NaN` or `infinite` by path."""
     leaves = leaves_by_path(tree).items()
     leaves = {k: x for k, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
-    faults = devices.fetch(_faults(list(leaves.values())))
+    arrays = [*leaves.values()]
+    parts = [arrays[i : i + TESTED] for i in range(0, len(arrays), TESTED)]
+    pairs = devices.fetch([*map(_faults, parts)])
+    faults = [pair for part in pairs for pair in part.tolist()]
     return {
         name: "NaN" if is_nan else "infinite"
-        for name, (is_nan, is_infinite) in zip(leaves, faults.tolist(), strict=True)
+        for name, (is_nan, is_infinite) in zip(leaves, faults, strict=True)
         if is_nan or is_infinite
     }
 

@@ -13,6 +13,7 @@ from haiku_template.data import Data, from_iterator
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.compiled import Scalars, pack
 from haiku_template.errors import NonFiniteError
+from haiku_template.runs import guards as watch
 from haiku_template.runs import outliers, train
 from haiku_template.runs.guards import Guards
 from haiku_template.runs.scalars import PENDING
@@ -208,3 +209,15 @@ def test_the_magnitude_of_a_complex_value_is_of_both_its_parts():
     feed = SimpleNamespace(read=lambda step: batch)
     (sizes,) = outliers._magnitudes(SimpleNamespace(feed=feed), 1).values()
     assert sizes.tolist() == [[5, 1]]
+
+
+def test_many_leaves_are_tested_some_at_a_time(monkeypatch, one_device):
+    """XLA takes far longer than twice as long for a program of twice as many."""
+    sizes, real = [], watch._faults
+    monkeypatch.setattr(watch, "_faults", lambda x: sizes.append(len(x)) or real(x))
+    leaves = {f"{i:03}": np.zeros(2, np.float32) for i in range(520)}
+    leaves["007"], leaves["519"] = leaves["007"] + np.inf, leaves["519"] + np.nan
+    tree = one_device.replicate(leaves | {"step": np.int32(1)})
+    names = {"['007']": "infinite", "['519']": "NaN"}
+    assert watch.faulty_leaves(one_device, tree) == names
+    assert sizes == [250, 250, 20]
