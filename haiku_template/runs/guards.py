@@ -47,9 +47,8 @@ def faulty_leaves(devices: DeviceManager, tree: Any) -> dict[str, str]:
     leaves = leaves_by_path(tree).items()
     leaves = {k: x for k, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
     arrays = [*leaves.values()]
-    parts = [arrays[i : i + TESTED] for i in range(0, len(arrays), TESTED)]
-    pairs = devices.fetch([*map(_faults, parts)])
-    faults = [pair for part in pairs for pair in part.tolist()]
+    pairs = [_faults(arrays[i : i + TESTED]) for i in range(0, len(arrays), TESTED)]
+    faults = [pair for part in devices.fetch(pairs) for pair in part.tolist()]
     return {
         name: "NaN" if is_nan else "infinite"
         for name, (is_nan, is_infinite) in zip(leaves, faults, strict=True)
