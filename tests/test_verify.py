@@ -3,6 +3,7 @@
 import dataclasses
 
 import haiku as hk
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,6 +11,7 @@ import pytest
 
 from haiku_template.data import BatchSpec, Split, from_split
 from haiku_template.errors import ConfigError
+from haiku_template.finetuning import Finetuning
 from haiku_template.runs import verification, verify
 from haiku_template.training import Experiment, classification, own_loss
 
@@ -63,6 +65,21 @@ def test_a_model_that_is_the_same_is_found_so(devices):
     assert loss.name == "loss" and loss.place == ()
     assert loss.here == pytest.approx(np.log(3), abs=0.5)
     assert loss.there == pytest.approx(loss.here, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_function_gets_float32_where_a_frozen_part_is_stored_otherwise(
+    one_device, dtype
+):
+    """A convolution takes one dtype alone; beside int8 biases are bfloat16."""
+    plan = Finetuning(train=("linear_1/*",), base_dtype=dtype)
+    made = trainer(one_device, finetuning=plan)
+
+    def function(params, net_state, batch):
+        assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float32")}
+        return outputs_of(params, net_state, batch)
+
+    assert len([*verify(made, made.init(), function, tolerance=1e-5)]) == 2
 
 
 def test_the_largest_difference_is_named_with_its_place(one_device):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.errors import ConfigError, some
@@ -43,10 +44,11 @@ def verify(  # Why: docs/decisions/models.md#verify
 ) -> Iterator[Comparison]:
     """Compares a model with `function(params, net_state, batch)`, without training.
 
-    Both get the parameters of `state` and the first batch of the training data, as the
-    data have it; the model computes as in evaluation, without dropout. Where the
-    function returns one number, [], it is compared with the loss, else with the
-    outputs, leaf by leaf, without those of a whole batch.
+    Both get the parameters of `state`, the function float32 for those that
+    `config.finetuning.base_dtype` stores otherwise, and the first batch of the training
+    data, as the data have it; the model computes as in evaluation, without dropout.
+    Where the function returns one number, [], it is compared with the loss, else with
+    the outputs, leaf by leaf, without those of a whole batch.
 
     Yields each comparison. Raises `ConfigError` at the end for a difference of more
     than `tolerance` times the largest value there; or for other names or shapes.
@@ -55,6 +57,8 @@ def verify(  # Why: docs/decisions/models.md#verify
         raise ConfigError("the experiment has no model, and nothing to compare")
     batch = trainer.experiment.data.train.batch(0)
     params, net_state = jax.tree.map(trainer.devices.fetch, trainer.merged(state))
+    if trainer.recipe.plan.dtype != "float32":  # Frozen ones, or some, are bfloat16.
+        params = jax.tree.map(_widened, params)
     there = jax.tree.map(np.asarray, function(params, net_state, batch))
     if texts := [x for x in jax.tree.leaves(there) if x.dtype.kind in "OSUMm"]:
         raise ConfigError(f"the function returns {texts[0]!r:.60}, and no numbers")
@@ -78,6 +82,10 @@ def verify(  # Why: docs/decisions/models.md#verify
             f"{len(wrong)} of {len(comparisons)} differ by more than {tolerance:g} of "
             f"their largest value; most of all {worst}"
         )
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
 
 
 def _compare(here: dict[str, Any], there: dict[str, Any]) -> Iterator[Comparison]:
