@@ -84,7 +84,8 @@ def goodput(workdir: str | Path) -> dict[str, float]:
             if start:  # Else the row that began it is damaged.
                 later = min(steps[start:], default=None)
                 seconds.update(_of_start(map(itemgetter(1), rows), later))
-    return dict(seconds)
+        return dict(seconds)
+    return {}  # A part would look like all of it.
 
 
 def _numbered(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
