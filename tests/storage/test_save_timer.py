@@ -18,7 +18,7 @@ class Clock:
     """A clock that a test sets."""
 
     def __init__(self, monkeypatch):
-        self.now = time.monotonic()
+        self.now = float(round(time.monotonic()))  # Else 90 seconds may be 89.999.
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
