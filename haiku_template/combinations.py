@@ -43,12 +43,12 @@ def combinations(
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ConfigError(f"{twice} is given twice; give all of its values in one word")
     last = [key.rpartition(".")[2] for key in keys]
-    shown = [
+    short = [
         x if last.count(x) == 1 else key for x, key in zip(last, keys, strict=True)
     ]
     by_name: dict[str, dict[str, tuple[str, Any]]] = {}
     for values in itertools.product(*(items for _, items in choices)):
-        parts = [f"{x}={text}" for x, (text, _) in zip(shown, values, strict=True)]
+        parts = [f"{x}={text}" for x, (text, _) in zip(short, values, strict=True)]
         name = re.sub(r"[^\w.,=+-]", "_", ",".join(parts))  # A folder's, no pattern.
         if name in by_name:
             raise ConfigError(f"two runs of the sweep have the same name, {name}")

@@ -92,9 +92,9 @@ def _columns(
         )
     if columns != _numbered(len(columns)) and len(unnamed) > 1:
         raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")
-    ordered = iter(free)
+    in_order = iter(free)
     return {
-        path: ([*itertools.islice(ordered, unnamed.get(name, 0))] or [name], leaf)
+        path: ([*itertools.islice(in_order, unnamed.get(name, 0))] or [name], leaf)
         for name, (path, leaf) in leaves.items()
     }, labels
 

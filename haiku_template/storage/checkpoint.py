@@ -347,8 +347,8 @@ class Checkpoints:
                 remove_unfinished(self.directory)
                 # Metrics are read where they tell which to remove.
                 steps = self.steps if len(self.steps) > self._keep_last else ()
-                ranked = steps and self._keep_best
-                metrics = self.metrics if ranked else dict.fromkeys(steps, {})
+                has_best = bool(steps and self._keep_best)
+                metrics = self.metrics if has_best else dict.fromkeys(steps, {})
                 for step in metrics.keys() - self.preserved(metrics):
                     remove(self.directory / str(step))
             except OSError as error:

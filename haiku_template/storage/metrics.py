@@ -124,8 +124,8 @@ def sampled(
 ) -> list[Row]:
     """Samples a metrics.jsonl of any length evenly: some `most` bytes of its lines.
 
-    All evaluations are among them, each with the row before it, and the last row.
-    `look` is called with each row, also of those that are left out.
+    All evaluations are among them, each with the row before it, and the last row, and
+    rows of which `look` returns True; it is called with each row of the file.
     """
     every = 1 + (path.stat().st_size if path.exists() else 0) // most
 
