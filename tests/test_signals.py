@@ -20,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from haiku_template import signals
@@ -414,6 +415,23 @@ def test_outside_the_main_thread_signals_are_left_alone():
     thread.start()
     thread.join()
     assert after == before
+
+
+def test_a_save_in_place_of_a_blocked_loop_says_one_line_of_a_device_s_error(
+    monkeypatch,
+):
+    ends = []
+    monkeypatch.setattr(signals, "end", lambda *end: ends.append(end))
+
+    def save():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the card is gone\nframe\nframe")
+
+    stops = StopSignals()
+    stops.save = save
+    stops._rescue("SIGTERM received", 75)
+    ((sentence, code),) = ends
+    assert sentence.startswith("SIGTERM received: the last state cannot be read")
+    assert sentence.endswith("INTERNAL: the card is gone") and code == 75
 
 
 STEPS = 3000

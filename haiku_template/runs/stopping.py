@@ -32,7 +32,7 @@ LATE = (
     "the run did not end within {:.0f} s: what was not saved by then is lost; the same "
     "command resumes the last checkpoint"
 )
-UNREADABLE = "the last state cannot be read from its devices, and is not saved: %s"
+UNREADABLE = "the last state cannot be read from its devices, and is not saved: {}"
 SAVED = "step {} is saved, and the same command resumes it"
 LISTENING: dict[int, "StopSignals"] = {}  # By the thread that trains.
 NOTHING_NEW = "and nothing new was saved; the same command resumes what was"
@@ -185,7 +185,8 @@ class StopSignals:
             try:
                 text = sentence(reason, self.save())
             except Exception as error:
-                text, code = f"{reason}: {error}", getattr(error, "exit_code", code)
+                text = f"{reason}: {_why_unsaved(error)}"
+                code = getattr(error, "exit_code", code)
             signals.end(text, code)
 
     def _force(self, sentence: str, code: int) -> None:
@@ -234,10 +235,14 @@ def _save_or_warn(saves: Any) -> None:
     """Saves beside an error that is on its way."""
     try:
         saves.save()
-    except StorageError as error:
-        logger.warning("%s", error)
-    except JaxRuntimeError as error:  # What failed on a device left no state.
-        logger.warning(UNREADABLE, str(error).split("\n")[0])
+    except (StorageError, JaxRuntimeError) as error:
+        logger.warning("%s", _why_unsaved(error))
+
+
+def _why_unsaved(error: Exception) -> str:
+    if isinstance(error, JaxRuntimeError):  # What failed on a device left no state.
+        return UNREADABLE.format(str(error).split("\n")[0])
+    return str(error)
 
 
 def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
