@@ -2,10 +2,10 @@
 
     python -m haiku_template.convert --input=params.joblib --output=params.safetensors
 
-Reads joblib's files, pickles (.pkl), .npy and .npz with a pickled dictionary. What may
-be a pickle is read in a process of its own, which knows arrays and their containers and
-runs nothing: any other name in the file is refused. A pair of parameters and network
-state is kept apart.
+Reads joblib's files, pickles (.pkl), .npy and .npz with a pickled dictionary or train
+state. What may be a pickle is read in a process of its own, which knows arrays and their
+containers and runs nothing: of other objects it reads the fields, and a file that calls
+any other name is refused. Parameters and network state are kept apart.
 
 Exit codes: 0 done, 64 bad flags, or a file that is damaged or refused, 74 the output
 cannot be written; nothing is left of it then.

@@ -1,7 +1,9 @@
 """Pickles, read by the standard library's unpickler with nothing but arrays in reach.
 
 A name is looked up in a table of stand-ins and never imported; an opcode that is not in
-another table is refused. Long values stay in the file: an array is a view of its map.
+another table is refused. Of an object of any other class its fields are read, and a
+call of any other name is refused. Long values stay in the file: an array is a view of
+its map.
 """
 
 import functools
@@ -44,6 +46,26 @@ class Dict(dict):
         if isinstance(key, tuple) and any(isinstance(x, tuple) for x in key):
             raise ConfigError("it names values by tuples of tuples, which is refused")
         super().__setitem__(key, value)
+
+
+class Name(str):
+    """Name that has no stand-in: a class of objects; a call of it is refused."""
+
+    fields: tuple[str, ...] = ()  # Of a named tuple, where the file says them.
+
+
+class Object(Dict):
+    """Stand-in of an object: fields by name, and most tuples' by their places."""
+
+    def __init__(self, of: Name, values: tuple[Any, ...] = ()) -> None:
+        names = of.fields or map(str, range(len(values)))
+        super().__init__(zip(names, values, strict=True))
+        self.of = of
+
+    def build(self, state: Any) -> None:
+        """Takes attributes: a dictionary, or a pair of one and those of slots."""
+        for fields in state if isinstance(state, tuple) else (state,):
+            self |= fields or {}
 
 
 class Array:
@@ -116,7 +138,7 @@ class MappedFile:
 
 
 class Reader(pickle._Unpickler):
-    """Unpickler of arrays, dictionaries, lists, tuples, text and numbers.
+    """Unpickler of arrays, dictionaries, lists, tuples, objects, text and numbers.
 
     It is Python's, not C's: lengths are asked of the file before memory is taken, and
     opcodes are a table.
@@ -132,8 +154,9 @@ class Reader(pickle._Unpickler):
             return NAMES[module, name]
         if not NAME.fullmatch(f"{module}.{name}"):
             raise ValueError("a name is none")
-        of = " as float32" * (module == "ml_dtypes")  # float8, int4.
-        raise _nothing_else(f"it names {module}.{name}", of)
+        if module == "ml_dtypes":  # float8, int4.
+            raise _nothing_else(f"it names {module}.{name}", " as float32")
+        return Name(f"{module}.{name}")
 
     def _view_bytes(self, width: int = 8) -> None:
         self.append(self.file.view(int.from_bytes(self.read(width), "little")))
@@ -144,9 +167,17 @@ class Reader(pickle._Unpickler):
 
     def _call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
+        if isinstance(function, Name):
+            raise _nothing_else(f"it names {function}")
         if not callable(function):  # Stand-ins alone are.
             raise ConfigError(f"it calls {_describe(function)}, which is refused")
         self.append(function(*arguments))
+
+    def _make_object(self) -> None:
+        if not isinstance(self.stack[-2], Name):
+            return self._call()
+        values, of = self.stack.pop(), self.stack.pop()
+        self.append(Object(of, values))
 
     def _build(self) -> None:
         # The library would set any attribute, also of functions.
@@ -159,6 +190,8 @@ class Reader(pickle._Unpickler):
             if any(x is not None for x in state[2:5]):
                 raise ConfigError("it holds an array with named fields: refused")
             target.order = state[1]
+        elif isinstance(target, Object):
+            target.build(state)
         elif not isinstance(target, dict) or state:
             raise ConfigError(
                 f"it sets attributes of {_describe(target)}, which is refused"
@@ -191,7 +224,8 @@ class Reader(pickle._Unpickler):
     dispatch[pickle.BINBYTES8[0]] = dispatch[pickle.BYTEARRAY8[0]] = _view_bytes
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(Dict())
     dispatch[pickle.DICT[0]] = _make_dict
-    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = _call
+    dispatch[pickle.REDUCE[0]] = _call
+    dispatch[pickle.NEWOBJ[0]] = _make_object
     dispatch[pickle.BUILD[0]] = _build
 
 
@@ -211,7 +245,7 @@ def load(path: Path, place: int = 0) -> Any:
       Containers, numbers and text; each array is an `Array`. Of several pickles, one
       after another, it is a list.
 
-    Raises `ConfigError` if it is damaged, or names anything that has no stand-in.
+    Raises `ConfigError` if it is damaged, or calls anything that has no stand-in.
     """
     file = MappedFile(path, place)
     try:
@@ -242,6 +276,8 @@ def make_array(shape: Any, dtype: np.dtype, is_fortran: bool, data: Any) -> np.n
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, Object):
+        return f"an object of {value.of}"
     return value[:80] if isinstance(value, str) else f"a {type(value).__name__}"
 
 
@@ -267,10 +303,10 @@ def _of_buffer(data: Any, dtype: Dtype, shape: Any, order: Any, axes: Any = ()) 
     return array
 
 
-def _of_jax(function: Any, arguments: Any, state: Any, *_: Any) -> Any:
+def _reconstructed(function: Any, arguments: Any, state: Any, *_: Any) -> Any:
     del arguments
     if function is not _new_array:
-        raise ConfigError(f"it makes a JAX array of {_describe(function)}: refused")
+        raise ConfigError(f"it makes an array of {_describe(function)}: refused")
     return _fill(Array(), *state[-4:])
 
 
@@ -287,22 +323,40 @@ def _of_pairs(pairs: Any = ()) -> Dict:
     return items
 
 
+def _of_base(of: Any, base: Any, values: Any) -> Object:
+    """Makes an object as protocols 0 and 1 have it: a tuple's values, or none."""
+    if not isinstance(of, Name):
+        raise ConfigError(f"it makes an object of {_describe(of)}, which is refused")
+    return Object(of, values or ())
+
+
+def _named_tuple(title: str, fields: tuple[str, ...], module: str, *_: Any) -> Name:
+    of = Name(".".join((module, title)))
+    of.fields = tuple("".join(field) for field in fields)  # Text, or an error.
+    return of
+
+
 # Names that a pickle may hold, and their stand-ins; text is never called.
 NAMES: dict[tuple[str, str], str | Callable[..., Any]] = {
     ("numpy", "ndarray"): "numpy.ndarray",
     ("numpy", "dtype"): Dtype,
     ("_codecs", "encode"): _encode,
+    ("copy_reg", "_reconstructor"): _of_base,
+    ("copyreg", "_reconstructor"): _of_base,
     ("builtins", "bytes"): lambda: b"",  # Of earlier protocols.
     ("__builtin__", "bytes"): lambda: b"",
     ("collections", "OrderedDict"): _of_pairs,
     # Haiku's own dictionary, of earlier versions.
     ("haiku._src.data_structures", "FlatMapping"): _of_pairs,
     ("joblib.numpy_pickle", "NumpyArrayWrapper"): Wrapper,
-    ("jax._src.array", "_reconstruct_array"): _of_jax,
-    ("jax._src.device_array", "reconstruct_device_array"): _of_jax,
+    ("jax._src.array", "_reconstruct_array"): _reconstructed,
+    ("jax._src.device_array", "reconstruct_device_array"): _reconstructed,
     ("ml_dtypes", "bfloat16"): "bfloat16",
     ("jaxlib.xla_extension", "bfloat16"): "bfloat16",
 }
+for _dill in ("dill._dill", "dill.dill"):
+    NAMES[_dill, "_create_array"] = _reconstructed
+    NAMES[_dill, "_create_namedtuple"] = _named_tuple
 for _core in ("numpy.core", "numpy._core"):
     NAMES[f"{_core}.multiarray", "_reconstruct"] = _new_array
     NAMES[f"{_core}.multiarray", "scalar"] = lambda dtype, data: _fill(

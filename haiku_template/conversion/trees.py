@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from haiku_template.conversion.pickles import Array
+from haiku_template.conversion.pickles import Array, Object
 from haiku_template.errors import ConfigError, near, some
 
 PARAMS, STATE = "params", ("state", "net_state", "hk_state", "haiku_state")
@@ -56,6 +56,8 @@ def is_params(node: Any) -> bool:
     """Tests for {module: {name: array}}."""
     if not isinstance(node, dict) or not any(node.values()):
         return False
+    if isinstance(node, Object):  # Its fields may be.
+        return False
     # A module that is named many times is looked at once.
     modules = {id(module): module for module in node.values()}.values()
     return all(
@@ -73,12 +75,17 @@ def _items(node: Any) -> dict[str, Any]:
     """Children of a container by key, and none of a leaf."""
     if isinstance(node, list | tuple):
         return {str(i): x for i, x in enumerate(node)}
-    if not isinstance(node, dict):
+    if not isinstance(node, dict) or _is_optimizer_state(node):
         return {}
     items = {str(k): x for k, x in node.items()}
     if len(items) < len(node):
         raise ConfigError(f"two of its keys have one name, among {some(items)}")
     return items
+
+
+def _is_optimizer_state(node: Any) -> bool:
+    """Tests for a state of Optax, whose moments have the form of parameters."""
+    return isinstance(node, Object) and node.of.startswith("optax.")
 
 
 def _at(node: Any, path: Path) -> Any:
@@ -90,15 +97,24 @@ def _at(node: Any, path: Path) -> Any:
 def _pair(node: Any) -> tuple[dict, dict, list[str]] | None:
     """Parameters, state, and the keys of all else in a node; None if it is no pair."""
     items = _items(node)
-    is_tuple = isinstance(node, list | tuple) and len(node) == 2
-    params_key, state_keys = ("0", ("1",)) if is_tuple else (PARAMS, STATE)
+    by_place = "1" in items and isinstance(node, list | tuple | Object)
+    params_key, state_keys = ("0", ("1",)) if by_place else (PARAMS, STATE)
     params = items.pop(params_key, None)
     state = next((items.pop(key) for key in state_keys if key in items), {})
     # Haiku's state may be trees inside of its modules.
-    is_state = isinstance(state, dict) and is_params(params)
-    if is_state and all(_is_number(x) for _, x in _leaves(state)):
-        return params, state, [*items]
-    return None
+    if not isinstance(state, dict) or isinstance(state, Object):
+        return None
+    if not is_params(params):
+        return None
+    if by_place and (any(map(is_params, items.values())) or _share(params, state)):
+        return None  # Such as parameters and their averages.
+    is_state = all(_is_number(x) for _, x in _leaves(state))
+    return (params, state, [*items]) if is_state else None
+
+
+def _share(params: dict, state: dict) -> bool:
+    """Tests for a leaf of the same name."""
+    return not {name for name, _ in _leaves(params)}.isdisjoint(dict(_leaves(state)))
 
 
 def _parameters(node: Any) -> tuple[Any, list[str]]:
