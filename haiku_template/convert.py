@@ -3,9 +3,9 @@
     python -m haiku_template.convert --input=params.joblib --output=params.safetensors
 
 Reads joblib's files, pickles (.pkl), .npy and .npz with a pickled dictionary or train
-state. What may be a pickle is read in a process of its own, which knows arrays and their
-containers and runs nothing: of other objects it reads the fields, and a file that calls
-any other name is refused. Parameters and network state are kept apart.
+state. What may be a pickle is read in a process of its own, which knows arrays and
+their containers and runs nothing: of other objects it reads the fields, and a file that
+calls any other name is refused. Parameters and network state are kept apart.
 
 Exit codes: 0 done, 64 bad flags, or a file that is damaged or refused, 74 the output
 cannot be written; nothing is left of it then.
@@ -23,6 +23,7 @@ from haiku_template import cli
 flags.DEFINE_string("input", None, "The published file.", required=True)
 flags.DEFINE_string("output", None, "The new .safetensors file.", required=True)
 flags.DEFINE_string("key", None, "Of the parameters in the file: params, or a/b.")
+flags.DEFINE_bool("unreplicate", False, "Takes the first of replicas: [devices, ...].")
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     from haiku_template.pretrained import convert
 
     values = flags.FLAGS
-    facts = convert(values.input, values.output, values.key)
+    facts = convert(values.input, values.output, values.key, values.unreplicate)
     where = f"{facts['taken']} of " if facts["taken"] else ""
     print(
         f"{values.output}: {facts['arrays']} arrays, {facts['numbers']:,} numbers, "

@@ -1,4 +1,7 @@
-"""Child process of a conversion: takes INPUT, OUTPUT, KEY; prints facts as JSON."""
+"""Child process of a conversion; prints facts as JSON.
+
+Takes INPUT, OUTPUT, KEY, and True to unreplicate.
+"""
 
 import contextlib
 import json
@@ -9,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +80,24 @@ def write(target: Path, arrays: dict[str, np.ndarray], most: int) -> int:
     return size
 
 
-def main(source: str, output: str, key: str) -> dict[str, object]:
+def first_replica(name: str, array: np.ndarray) -> np.ndarray:
+    """Takes the first of replicas, [devices, ...]; of network state they may differ."""
+    # A module that averages over no devices has its own on each.
+    is_state = name.startswith(f"{trees.STATE[0]}/")
+    if not array.ndim or not (is_state or are_equal(array)):
+        raise ConfigError(
+            f"{name} {array.dtype}{list(array.shape)} is not the same on all devices "
+            "of its first axis: --unreplicate is for what jax.pmap has replicated"
+        )
+    return array[0]
+
+
+def are_equal(rows: np.ndarray) -> bool:
+    """Tests for the same bits in each row, of which there is one."""
+    return len({row.tobytes() for row in rows}) == 1
+
+
+def main(source: str, output: str, key: str, unreplicate: str = "") -> dict[str, Any]:
     """Converts a file; returns what was written, or what is wrong."""
     path, target = Path(source), Path(output)
     with contextlib.suppress(OSError, ValueError):  # Only Linux says what it uses.
@@ -85,6 +106,8 @@ def main(source: str, output: str, key: str) -> dict[str, object]:
         try:
             tree = files.load(path, Path(scratch))
             arrays, chosen_key, other_keys = trees.choose(tree, key or None)
+            if unreplicate == str(True):
+                arrays = {name: first_replica(name, x) for name, x in arrays.items()}
             size = write(target, arrays, 4 * path.stat().st_size + files.ALWAYS)
         except ConfigError as error:
             return {"refused": printable(str(error))}
@@ -99,4 +122,4 @@ def main(source: str, output: str, key: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     limit_time(Path(sys.argv[1]).stat().st_size)
-    print(json.dumps(main(*sys.argv[1:4])))
+    print(json.dumps(main(*sys.argv[1:5])))

@@ -13,21 +13,26 @@ from haiku_template.pretrained.writing import new_file
 
 
 def convert(
-    source: str | Path, output: str | Path, key: str | None = None
+    source: str | Path,
+    output: str | Path,
+    key: str | None = None,
+    unreplicate: bool = False,
 ) -> dict[str, Any]:
     """Converts the parameters in a file of joblib's, a pickle, or one of NumPy's.
 
     Args:
       output: the new safetensors file: written whole or not at all.
       key: of the parameters in the file's tree, `a/b`; None for the only ones.
+      unreplicate: takes the first replica of each array [devices, ...], of a state that
+        was saved as `jax.pmap` has it.
 
     Returns:
       Numbers of `arrays`, `numbers` and `bytes`; the key `taken`, "" for the whole
       tree; and the keys `left` out.
 
     Raises:
-      ConfigError: `output` exists, or the source is damaged, or holds anything but
-        arrays, containers, text and numbers: named, and not run.
+      ConfigError: `output` exists, or the source is damaged, or calls anything but
+        what makes arrays and containers: named, and not run; or replicas differ.
       StorageError: `output` cannot be written.
     """
     source, output = Path(source), Path(output)
@@ -42,7 +47,7 @@ def convert(
     with new_file(output) as partial:
         child = subprocess.Popen(
             [sys.executable, "-m", "haiku_template.conversion", source, partial]
-            + [key or ""],
+            + [key or "", str(unreplicate)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -474,7 +474,10 @@ ATTACKS = {
         "no pickle, or a damaged one",
     ),
     "attributes of a name": (b"cposix\nsystem\n" + SLOTS, "attributes of posix.system"),
-    "a call of an object": (b"cposix\nsystem\n)\x81)R.", "it calls an object of posix.system"),
+    "a call of an object": (
+        b"cposix\nsystem\n)\x81)R.",
+        "it calls an object of posix.system",
+    ),
     "an object of an array's class": (b"cnumpy\nndarray\n)\x81.", "it calls numpy.nd"),
     "an object of text": (
         b"ccopyreg\n_reconstructor\n(" + text(b"x") + b"NNtR.",
@@ -688,6 +691,29 @@ def test_a_file_that_takes_too_long_is_refused(tmp_path):
     )
     assert "'refused': 'it takes more than 1 seconds of a processor" in done.stdout
     assert [*tmp_path.iterdir()] == [source]  # Nothing is left of its scratch.
+
+
+def test_the_first_replica_is_taken_and_what_differs_is_refused(tmp_path, command):
+    """Parameters are the same on all devices; the state of a norm may not be."""
+    odd = np.array([np.nan, -0.0], np.float32)
+    tree = {
+        "params": {"net": {"w": np.stack([W] * 4), "odd": np.stack([odd] * 4)}},
+        "state": {"norm": {"average": np.arange(8.0).reshape(4, 2)}},
+    }
+    source, output = tmp_path / "a.pickle", tmp_path / "a.safetensors"
+    flags = f"--input={source}", f"--output={output}", "--unreplicate"
+    source.write_bytes(pickle.dumps(tree))
+    assert command("convert", *flags).returncode == 0
+    average = np.arange(2.0)
+    expected = {"params/net/w": W, "params/net/odd": odd, "state/norm/average": average}
+    assert_same(output, expected)
+    output.unlink()
+    for other in (np.stack([W, W + 1]), np.float32(1), np.zeros((0, 2))):
+        tree["params"]["net"]["w"] = other
+        source.write_bytes(pickle.dumps(tree))
+        ran = command("convert", *flags)
+        assert ran.returncode == 64 and "is not the same on all devices" in ran.stderr
+        assert not output.exists()
 
 
 def test_the_command_says_what_it_took_and_left_out(tmp_path, command):

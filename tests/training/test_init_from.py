@@ -191,6 +191,9 @@ def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):
     trainer = Experiment.from_config(config(init_from=str(file)), cpu).trainer(cpu)
     with pytest.raises(ConfigError, match="5 missing, 0 extra, 1 mismatched"):
         trainer.init()
+    save_file({"mlp/~/linear_0/w": np.zeros((8, 64, 8), np.float32)}, file)
+    with pytest.raises(ConfigError, match=r"one replica of 8 \(--unreplicate\), is ne"):
+        trainer.init()
     wider = {"init_from": str(pretrained), "model.width": 9}
     with pytest.raises(ConfigError, match="init_from=.*does not fit this model, and n"):
         Experiment.from_config(config(**wider), cpu).trainer(cpu).init()
