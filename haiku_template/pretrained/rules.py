@@ -138,7 +138,7 @@ def _faults(
         if tensor.shape != shape:
             requirement = f"shape {list(shape)}"
             if tensor.shape[1:] == shape:  # As `pmap` has them.
-                requirement += f", one replica of {tensor.shape[0]} (--unreplicate),"
+                requirement += f", one of {tensor.shape[0]} (convert --unreplicate),"
         elif is_float and tensor.dtype not in FLOATS:
             requirement = f"one of {', '.join(FLOATS)}"
         elif not is_float and tensor.numpy_dtype != target.dtype:

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):
     with pytest.raises(ConfigError, match="5 missing, 0 extra, 1 mismatched"):
         trainer.init()
     save_file({"mlp/~/linear_0/w": np.zeros((8, 64, 8), np.float32)}, file)
-    with pytest.raises(ConfigError, match=r"one replica of 8 \(--unreplicate\), is ne"):
+    with pytest.raises(ConfigError, match=r"of 8 \(convert --unreplicate\), is ne"):
         trainer.init()
     wider = {"init_from": str(pretrained), "model.width": 9}
     with pytest.raises(ConfigError, match="init_from=.*does not fit this model, and n"):
