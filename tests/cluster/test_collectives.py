@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cluster
 RECORD = "from tests.cluster.recorder import record; record(f'{path}{{index}}')"
 METHODS = ("first", "agree", "least")  # Of `Processes`, called `processes` everywhere.
 METHODS_OF = "devices/processes.py:"  # And its `_joined`, before all that is recorded.
-FLAGS = "--fit=true", "--device_memory_limit=4GiB"
+FLAGS = "--fit=apply", "--device_memory_limit=4GiB"
 SMALL = {f"model.{k}": 1 for k in ("num_layers", "num_heads")} | {"model.width": 8}
 # A run, and those that go on with it: flags, and changes of its config.
 RUNS = {
