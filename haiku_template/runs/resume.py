@@ -23,6 +23,8 @@ from haiku_template.training.state import TrainState
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+# Of a key that may change by now: digests of earlier versions have this value.
+EARLIER = {"optimizer.shard_moments": True}
 
 
 def open_workdir(
@@ -53,22 +55,24 @@ def open_workdir(
     return facts
 
 
-def _digest_of_config(config: dict[str, Any]) -> str:
+def _digest_of_config(config: dict[str, Any], **earlier: Any) -> str:
     """Digests what is not the default of a config, and may not change on resume."""
     defaults = fixed(to_dict(default_config()))
     values = fixed(config).items()
     values = {k: x for k, x in values if (k, x) not in defaults.items()}
-    text = json.dumps(values, sort_keys=True).encode()
+    text = json.dumps(values | earlier, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def _warn_of_changes(step: int, saved: dict[str, Any], now: dict[str, Any]) -> None:
+def _warn_of_changes(
+    step: int, saved: dict[str, Any], now: dict[str, Any], config: dict[str, Any]
+) -> None:
     """Warns, in a line each, if facts are not those that were saved with a step."""
     if not saved:  # By an earlier version.
         return
     if lines := differences(saved["environment"], now["environment"]):
         logger.warning("this run's environment changed: %s", "; ".join(lines))
-    if saved["config"] != now["config"]:
+    if saved["config"] not in (now["config"], _digest_of_config(config, **EARLIER)):
         logger.warning("config.json is not the one that step %d was saved with", step)
     if None not in (saved["batch"], now["batch"]) and saved["batch"] != now["batch"]:
         logger.warning(
@@ -165,7 +169,8 @@ def _restored(
             logger.warning(text, step, places[place].directory)
             mirror.give_back(step)
         facts = places[place].saved_facts(step)
-        _warn_of_changes(step, facts, checkpoints.facts(step))
+        config = workdirs.read_json(checkpoints.directory.parent / workdirs.CONFIG)
+        _warn_of_changes(step, facts, checkpoints.facts(step), config)
     processes.first(None)  # All read what the first has copied or renamed.
     if step > num_steps:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Facts of the run that are saved with a step, and compared as it resumes: row C06."""
 
 import dataclasses
+import hashlib
 import json
 
 import numpy as np
@@ -126,6 +127,17 @@ def test_a_config_of_another_save_is_a_warning(tmp_path, caplog):
     assert warnings(caplog) == ["config.json is not the one that step 4 was saved with"]
 
 
+def test_moments_that_an_earlier_version_sharded_are_no_other_config(tmp_path, caplog):
+    """Its digests have the key, which may change since."""
+    run(tmp_path)
+    step = tmp_path / "checkpoints/4"
+    text = b'{"optimizer.shard_moments": true}'
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+    edit_manifest(step, facts=manifest_of(step)["facts"] | {"config": digest})
+    run(tmp_path, 6)
+    assert not warnings(caplog)
+
+
 def test_a_missing_or_cut_file_is_named(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, TREE, None)
@@ -152,7 +164,7 @@ def test_a_manifest_of_an_earlier_version_is_read(tmp_path, caplog):
     with Checkpoints(tmp_path) as checkpoints:
         assert bits(checkpoints.restore(0, TREE)) == bits(TREE)
         assert checkpoints.saved_facts(0) == {} and checkpoints.verify(0)
-    resume._warn_of_changes(0, {}, {"environment": {}, "config": "", "batch": ""})
+    resume._warn_of_changes(0, {}, {"environment": {}, "config": "", "batch": ""}, {})
     assert not warnings(caplog)
 
 
