@@ -282,7 +282,7 @@ def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
     nested = {
         key: _merged(default, values[key], f"{name}.{key}")
         for key, default in defaults.items()
-        if isinstance(default, dict) and key in values and key not in NAMED
+        if isinstance(default, dict) and key in values
     }
     merged = defaults | values | nested
     return {k: v for k, v in merged.items() if f"{name}.{k}" not in RETIRED}
