@@ -40,7 +40,12 @@ logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are complete.
 STATE, METRICS = "state", "metrics"  # Folders in a checkpoint.
-STEP = "step"  # Field of a state.
+STEP, OPTIMIZER = "step", "opt_state"  # Fields of a state.
+OTHER_OPTIMIZER = (
+    "; these are the optimizer's, which is another, or of another version of optax or "
+    "haiku_template: restore that, or use another --workdir (config.init_from starts "
+    "from a run's parameters)"
+)
 CHECKSUM = "crc32"  # Of the metrics, among them.
 SAVE_THREAD = "async_save"  # Orbax's name of it.
 READS = 2  # Before a checkpoint counts as damaged.
@@ -418,9 +423,11 @@ class Checkpoints:
         leaves = flatten(_forms(saved[field] if field else saved))
         leaves = {k: v for k, v in leaves.items() if k not in skip}
         if lines := differences(leaves, flatten(_forms(abstract))):
+            is_optimizers = {x.partition("/")[0] for x in lines} == {OPTIMIZER}
+            advice = OTHER_OPTIMIZER * is_optimizers
             raise MisfitError(
                 f"the checkpoint of step {step} does not fit this model, and nothing "
-                f"was loaded: {some(lines, 10, '; ')}"
+                f"was loaded: {some(lines, 10, '; ')}{advice}"
             )
         tree = {field: abstract} if field else abstract
         has_step = getattr(saved.get(STEP), "shape", None) == ()
@@ -490,7 +497,8 @@ class Checkpoints:
         # Why: docs/decisions/storage.md#ids
         ids = manifest or metadata
         is_of_run = self._run in (None, ids.get("run"))
-        if not is_of_run or ids.get("step") != step:
+        is_early = self._run is None and not ids  # Before runs had ids.
+        if not is_early and (not is_of_run or ids.get("step") != step):
             raise DamagedError(
                 f"{folder} is not the checkpoint that its name says: it is of step "
                 f"{ids.get('step')} of {'this' if is_of_run else 'another'} run"

@@ -147,8 +147,8 @@ def check_same_run(workdir: Path, config: dict[str, Any], mirrored: bool) -> Non
     if "id" not in run and not is_empty:
         raise ConfigError(
             f"{workdir} holds checkpoints but no {RUN}, so it is not known whose they "
-            "are; restore it, or use another --workdir (config.init_from starts from a "
-            "run's parameters)"
+            "are; restore it, or, as the first versions wrote none, use another "
+            "--workdir (config.init_from starts from a run's parameters)"
         )
 
 

@@ -213,6 +213,18 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
             checkpoints.restore(9, other.abstract.saved())
 
 
+def test_the_state_of_another_optimizer_is_refused_with_what_can_be_done(tmp_path):
+    saved = {"opt_state": {"mu": jnp.ones(3)}, "params": {"w": jnp.ones(3)}}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved, None)
+        checkpoints.wait()
+        for field, is_said in (("opt_state", True), ("params", False)):
+            other = saved | {field: {"other": jnp.ones(3)}}
+            with pytest.raises(StorageError, match="does not fit") as caught:
+                checkpoints.restore(1, other)
+            assert ("starts from a run's parameters" in str(caught.value)) == is_said
+
+
 def made_long(checkpoints, trainer):
     """The message without the part that differs in structure."""
     abstract = trainer.abstract

@@ -28,7 +28,7 @@ from haiku_template.reporting import display
 from haiku_template.runs import train
 from haiku_template.storage import manifest as manifests
 from haiku_template.storage import workdir
-from haiku_template.storage.checkpoint import Checkpoints
+from haiku_template.storage.checkpoint import Checkpoints, restore
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification
 from tests.storage.test_verified import edit_manifest
@@ -114,6 +114,25 @@ def test_checkpoints_without_the_run_s_id_are_refused(tmp_path):
     run(tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(ConfigError, match=r"no run\.json.*whose"):
+        run(tmp_path, 8)
+
+
+def test_checkpoints_of_before_there_were_ids_are_read_and_not_resumed(tmp_path):
+    run(tmp_path)
+    for step in (tmp_path / "checkpoints").iterdir():
+        shutil.rmtree(step / "manifest")
+        metadata = json.loads((step / "_CHECKPOINT_METADATA").read_text())
+        metadata["custom_metadata"] = {}
+        (step / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
+
+    def read():
+        return restore(tmp_path, "latest", lambda x, step: x.verify(step))
+
+    with pytest.raises(StorageError, match="of step None of another run"):
+        read()
+    (tmp_path / "run.json").unlink()
+    assert read() == (4, False)
+    with pytest.raises(ConfigError, match="as the first versions wrote none"):
         run(tmp_path, 8)
 
 
