@@ -10,6 +10,13 @@ from haiku_template.errors import MEANT, ConfigError, near
 
 LISTS = ("writers", "hooks")  # Keys of several names.
 IMPORTING: list[str] = []  # Modules of a user that are being imported.
+PACKAGES = ("haiku_template", "haiku_text")
+# Why: docs/decisions/projects.md#ejected
+ANOTHER_VERSION = (
+    ", so it was written for another version of haiku_template: install that commit, "
+    "or edit it (a loop or step of `make new EJECT=loop` is copied anew, and edited as "
+    "the old copy was)"
+)
 
 
 def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
@@ -71,10 +78,13 @@ def _import(module: str, setting: str) -> ModuleType:
     IMPORTING.append(module)
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module exists, but not one that it imports.
-        raise ConfigError(f"{refusal}: {error}") from error
+    except ImportError as error:
+        is_absent = isinstance(error, ModuleNotFoundError)
+        if is_absent and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{refusal}: {error}") from error
+        if str(error.name).partition(".")[0] not in PACKAGES:
+            raise  # The module exists, but not what it imports.
+        raise ConfigError(f"{refusal}: {error}{ANOTHER_VERSION}") from error
     finally:
         IMPORTING.pop()
 

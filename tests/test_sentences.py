@@ -22,7 +22,7 @@ from haiku_template.finetuning.adapters import load_adapters
 from haiku_template.finetuning.source import open_source
 from haiku_template.models import MODELS
 from haiku_template.pretrained.converting import convert
-from haiku_template.registry import make, resolve
+from haiku_template.registry import make, resolve, users_module
 from haiku_template.training import Experiment
 from haiku_text import huggingface
 from haiku_text.data import Tokenizer
@@ -143,6 +143,24 @@ def test_an_error_while_a_users_module_is_imported_stays_what_it_is(module, erro
     with pytest.raises(error, match="theirs") as caught:
         resolve("model", name, MODELS)
     assert not hasattr(caught.value, "exit_code")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("from haiku_template.preflight import Gone", "cannot import name 'Gone'"),
+        ("import haiku_text.gone", "No module named 'haiku_text.gone'"),
+    ],
+)
+def test_a_module_that_was_written_for_another_version_is_told_so(module, body, words):
+    name = module(body)
+    with pytest.raises(ConfigError, match=f"{words}.*written for another version"):
+        resolve("model", name, MODELS)
+    with pytest.raises(ConfigError, match="config.loop='theirs'.*copied anew, and"):
+        users_module("loop", "theirs", "train")
+    module("import a_package_that_is_not_there")
+    with pytest.raises(ModuleNotFoundError):
+        resolve("model", name, MODELS)
 
 
 @pytest.mark.parametrize(
