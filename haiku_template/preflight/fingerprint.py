@@ -175,9 +175,9 @@ def _check(
         changes -= STEPS
     if not changes:
         return
-    reason = "its code or its data was edited since"
+    reason = "its code, its data or haiku_template itself was edited since"
     for name in VERSIONS:
-        if name in keys:
+        if name in keys & saved.keys():  # The first had none.
             change = f"from {name} {saved.get(name)} to {digests[name]}"
             reason = f"that is the change {change}, or {reason}"
     if not config and None not in (start, num_steps) and start != num_steps:

@@ -294,6 +294,10 @@ def test_another_jax_is_named_where_its_trace_differs(tmp_path):
     file.write_text(json.dumps(kept | {"jax": "0.9.9", "train step": "0"}))
     with pytest.raises(ConfigError, match=r"jax 0\.9\.9.*remove .*program\.json"):
         run_unchanged(tmp_path)
+    without = {k: x for k, x in kept.items() if k not in ("format", "python")}
+    file.write_text(json.dumps(without | {"train step": "0"}))
+    with pytest.raises(ConfigError, match=r"else \(train step\): its code, its data"):
+        run_unchanged(tmp_path)  # The first versions wrote none.
     file.unlink()
     run_unchanged(tmp_path)
     assert json.loads(file.read_text()) == kept
@@ -363,8 +367,8 @@ def test_an_edited_function_that_a_config_names_is_refused_and_evaluation_warns(
     assert "computed" not in caplog.text
     assert Run.open(workdir, one).trainer
     assert caplog.messages[-1].endswith(
-        "computed something else (evaluation step, train step): its code or its data "
-        "was edited since"
+        "computed something else (evaluation step, train step): its code, its data or "
+        "haiku_template itself was edited since"
     )
     sys.modules.pop("edited", None)
 
