@@ -29,11 +29,11 @@ def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
     """Pads a batch with zeros to `size` rows, if it has fewer.
 
     Beside it, as its names are the user's, are the places of its rows in the set, whose
-    first is `first`: int32 [size], negative for padding.
+    first is `first`: int32 [size], from 0 again after 2**31, negative for padding.
     """
     rows = num_rows(batch)
     size = max(size, rows)
-    places = np.arange(first, first + size, dtype=np.int32)
+    places = (np.arange(first, first + size) % 2**31).astype(np.int32)
     places[rows:] = ~places[rows:]
     return pad_rows(batch, size), places
 

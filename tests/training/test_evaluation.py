@@ -256,6 +256,13 @@ def test_an_evaluation_set_without_batches_is_refused(tmp_path, one_device):
         trainer.evaluate(trainer.init())
 
 
+@pytest.mark.parametrize("first", [2**31 - 1, 2**31, 5 * 2**31 + 7])
+def test_examples_beyond_the_places_of_int32_are_no_padding(first):
+    places = pad({"inputs": np.ones(2)}, 3, first)[1]
+    assert places.dtype == np.int32 and (places >= 0).tolist() == [True, True, False]
+    assert places[1] == (first + 1) % 2**31
+
+
 def test_pad_marks_the_examples():
     padded, places = pad({"inputs": {"ids": np.ones((2, 3))}, "labels": np.ones(2)}, 4)
     assert (places >= 0).tolist() == [True, True, False, False]
