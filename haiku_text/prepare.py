@@ -14,11 +14,16 @@ from haiku_template.errors import ConfigError, StorageError
 from haiku_text.data import documents
 from haiku_text.data.documents import TextFile, pieces
 from haiku_text.data.files import TokenWriter, check_same, write_new
-from haiku_text.data.tokenizer import BYTES, FILE, Tokenizer, learn_tokenizer
+from haiku_text.data.tokenizer import (
+    BYTES,
+    FILE,
+    Tokenizer,
+    batches,
+    learn_tokenizer,
+)
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.
-BATCH = 2**19  # Characters for the tokenizer's threads at once.
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A text file, or a folder of them.")
@@ -109,7 +114,7 @@ def write_tokens(
       ConfigError: a file cannot be read, is not UTF-8, or cannot be encoded.
     """
     end = [] if tokenizer.end is None else [tokenizer.end]
-    for batch in _batches(_pieces(files, report, tokenizer.splits)):
+    for batch in batches(_pieces(files, report, tokenizer.splits)):
         for text, ids in zip(batch, tokenizer.encode(batch), strict=True):
             writer.write(ids if text else end)
 
@@ -123,17 +128,6 @@ def _pieces(
             yield piece
             report(len(piece.encode()))
         yield ""
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch, length = [], 0
-    for text in texts:
-        batch.append(text)
-        length += len(text)
-        if length >= BATCH:
-            yield batch
-            batch, length = [], 0
-    yield batch
 
 
 def _read_input(own_paths: set[Path]) -> list[list[TextFile]]:

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import tracemalloc
 import zipfile
 
 import jax
@@ -14,6 +15,7 @@ from pyarrow import parquet
 from safetensors.numpy import save_file
 
 from haiku_template.data import DATASETS, ArrayDataset, BatchSpec, Split, from_split
+from haiku_template.data import rows as tables
 from haiku_template.data.examples import read_examples
 from haiku_template.errors import ConfigError
 from haiku_template.runs import Run, train
@@ -324,6 +326,24 @@ def test_an_array_that_stands_twice_in_new_examples_is_refused(tmp_path):
         archive.writestr("x_train.npy", b"")
     with pytest.raises(ConfigError, match="names an array twice"):
         DATASETS["npz"](BatchSpec(8), path=str(path))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_memory_holds_a_small_multiple_of_a_table(tmp_path, monkeypatch, kind):
+    data = from_split(Split(X, Y, X, Y), BatchSpec(8))
+    path = tmp_path / f"new.{kind}"
+    columns, row = ["a", "b", "c"], [0.123456789] * 3
+    line = ",".join(map(str, row))
+    if kind == "jsonl":
+        line = json.dumps(dict(zip(columns, row, strict=True)))
+    path.write_text(f"{','.join(columns)}\n" * (kind == "csv") + f"{line}\n" * 5000)
+    monkeypatch.setattr(tables, "PIECE_BYTES", 2**12)
+    tracemalloc.start()
+    try:
+        read_examples(str(path), data, 8)
+        assert tracemalloc.get_traced_memory()[1] < 5 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
 
 
 WORKERS = "--config.data.workers=1"

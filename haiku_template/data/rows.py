@@ -3,6 +3,8 @@
 import csv
 import functools
 import io
+import itertools
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,27 +15,36 @@ from haiku_template.data.files import check_names, read_with
 from haiku_template.errors import ConfigError, download, need_package
 
 PIECE = 4096  # Rows of Parquet unpacked at a time.
+PIECE_BYTES = 2**20  # Of lines read at a time.
 
 
 class Row(NamedTuple):
-    """Row: where it stands, for messages, and its values by column."""
+    """Row: its place in its file, for messages, and its values by column."""
 
-    where: str
+    place: str
+    path: Path
     values: dict[str, Any]
 
+    @property
+    def where(self) -> str:
+        """Place and file."""
+        return f"{self.place} of {self.path}"
 
-def read_rows(path: Path, columns: Collection[str] | None) -> list[Row]:
-    """Reads the rows of a file, in the format of its ending: `FORMATS`, or JSON-lines.
 
-    Of a CSV file all values are text; of Parquet those of other columns are None, if
-    some are named.
+def read_rows(path: Path, columns: Collection[str] | None) -> Iterator[Row]:
+    """Reads a file row by row, in the format of its ending: `FORMATS`, or JSON-lines.
+
+    As objects of Python, rows take many times the memory of their file. Of a CSV file
+    all values are text; of Parquet those of other columns are None, if some are named.
     Raises `ConfigError` for a file that is missing, damaged or without rows.
     """
     if hint := download(path, "dataset"):
         raise ConfigError(f"the data file {path} does not exist{hint}")
-    if not (rows := FORMATS.get(path.suffix.lower(), _read_lines)(path, columns)):
+    rows = FORMATS.get(path.suffix.lower(), _read_lines)(path, columns)
+    if (first := next(rows, None)) is None:
         raise ConfigError(f"{path} is empty; at least one example is needed")
-    return rows
+    yield first
+    yield from rows
 
 
 def _by_name(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -41,23 +52,30 @@ def _by_name(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return read_with(path, Path.read_bytes).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"line {line} of {path} is not UTF-8 text: {error.reason}"
-        ) from error
+def _lines(path: Path) -> Iterator[str]:
+    """Reads UTF-8 line by line, with what ends a line."""
+    with read_with(path, lambda file: file.open("rb")) as file:
+        read = lambda: read_with(path, lambda _: file.readlines(PIECE_BYTES))  # noqa: E731
+        lines = itertools.chain.from_iterable(iter(read, []))
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"line {number} of {path} is not UTF-8 text: {error.reason}"
+                ) from error
+            yield text.removeprefix("\ufeff") if number == 1 else text
 
 
-def _read_lines(path: Path, columns: Collection[str]) -> list[Row]:
+def _read_lines(path: Path, columns: Collection[str] | None) -> Iterator[Row]:
     """Reads a JSON object of each line that is not blank."""
-    lines = enumerate(_read_text(path).split("\n"), 1)
-    return [_parse(f"line {n} of {path}", line) for n, line in lines if line.strip()]
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield _parse(f"line {number}", path, line.removesuffix("\n"))
 
 
-def _parse(where: str, text: str) -> Row:
+def _parse(place: str, path: Path, text: str) -> Row:
+    where = f"{place} of {path}"
     try:
         values = parse(text, pairs=functools.partial(_by_name, where))
     except ConfigError:
@@ -68,7 +86,7 @@ def _parse(where: str, text: str) -> Row:
         raise ConfigError(f"{where} is no JSON: {reason}{hint}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} is no JSON object but {text.strip()[:40]}")
-    return Row(where, values)
+    return Row(place, path, values)
 
 
 def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row]:
@@ -77,14 +95,14 @@ def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row
     `name` maps its first line to the names of its columns; a first line with other
     names is a row itself. Blank lines are left out.
     """
-    text = _read_text(path)
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    usual = csv.field_size_limit(max(len(text), 1))  # Else texts of 128 KiB.
+    split = (io.StringIO(line, newline="") for line in _lines(path))  # At \r, too.
+    reader = csv.reader(itertools.chain.from_iterable(split), strict=True)
+    usual = csv.field_size_limit(sys.maxsize)  # Else texts of 128 KiB.
     first: list[str] = []
     begin = 1
     try:
         for values in reader:
-            where, begin = f"line {begin} of {path}", reader.line_num + 1
+            place, begin = f"line {begin}", reader.line_num + 1
             if not values:
                 continue
             if not first:
@@ -94,22 +112,22 @@ def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row
                     continue
             if len(values) != len(names):
                 raise ConfigError(
-                    f"{where} has {len(values)} values, and the first line "
+                    f"{place} of {path} has {len(values)} values, and the first line "
                     f"{len(first)} columns: {', '.join(first)}; commas in a text are "
                     "between double quotes"
                 )
-            yield Row(where, dict(zip(names, values, strict=True)))
+            yield Row(place, path, dict(zip(names, values, strict=True)))
     except csv.Error as error:
         raise ConfigError(f"line {begin} of {path} is no CSV: {error}") from error
     finally:
         csv.field_size_limit(usual)
 
 
-def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
+def _read_parquet(path: Path, columns: Collection[str] | None) -> Iterator[Row]:
     need_package("pyarrow", f"{path} is read by pyarrow", '"haiku_template[parquet]"')
     from pyarrow import parquet
 
-    def rows(file: Path) -> list[dict[str, Any]]:
+    def unpack(file: Path) -> Iterator[list[dict[str, Any]]]:
         with parquet.ParquetFile(file) as table:
             check_names(table.schema_arrow.names, str(file))
             unread = dict.fromkeys(table.schema_arrow.names)  # To be named alone.
@@ -120,13 +138,16 @@ def _read_parquet(path: Path, columns: Collection[str] | None) -> list[Row]:
             )
             check_memory(size, f"{file} unpacks to {size:,} bytes", "read a part of it")
             pieces = table.iter_batches(PIECE, columns=names, use_threads=False)
-            return [unread | values for piece in pieces for values in piece.to_pylist()]
+            for piece in pieces:
+                yield [unread | values for values in piece.to_pylist()]
 
-    values = read_with(path, rows)
-    return [Row(f"row {n} of {path}", x) for n, x in enumerate(values, 1)]
+    pieces = unpack(path)
+    read = lambda: read_with(path, lambda _: next(pieces, None))  # noqa: E731
+    for n, values in enumerate(itertools.chain.from_iterable(iter(read, None)), 1):
+        yield Row(f"row {n}", path, values)
 
 
-FORMATS: dict[str, Callable[[Path, Collection[str]], list[Row]]] = {
-    ".csv": lambda path, columns: [*csv_rows(path, lambda first: first)],
+FORMATS: dict[str, Callable[[Path, Collection[str] | None], Iterator[Row]]] = {
+    ".csv": lambda path, columns: csv_rows(path, lambda first: first),
     ".parquet": _read_parquet,
 }

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+from array import array
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def read_table(path: Path, like: Batch, data: Data, needed: Set[str]) -> Any:
     order.
     """
     is_csv = path.suffix.lower() == ".csv"
-    rows = csv_rows(path, _names) if is_csv else (x for x in read_rows(path, None))
+    rows = csv_rows(path, _names) if is_csv else read_rows(path, None)
     with contextlib.closing(rows):
         return _arrays(rows, like, data, needed)
 
@@ -38,7 +39,7 @@ def _arrays(rows: Iterator[Row], like: Batch, data: Data, needed: Set[str]) -> A
     if (first := next(rows, None)) is None:
         raise ValueError("it has no rows")
     columns, labels = _columns([*first.values], like, needed)
-    numbers: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+    numbers = {name: array("d") for name in columns}
     cells: list[str] = []
     # Row by row: as text a row takes ten times the memory of its numbers.
     for row in itertools.chain([first], rows):
@@ -47,15 +48,16 @@ def _arrays(rows: Iterator[Row], like: Batch, data: Data, needed: Set[str]) -> A
                 f"{row.where} has other columns than {', '.join(first.values)}"
             )
         for name, (names, leaf) in columns.items():
-            numbers[name].append(_row(row, names, math.prod(leaf.shape[1:])))
+            values = _row(row, names, math.prod(leaf.shape[1:]))
+            numbers[name].frombytes(values.tobytes())
         for name in labels:
             if row.values[name] is None:
                 raise ValueError(f"{row.where} has no {name}")
             cells.append(str(row.values[name]).strip())
     arrays = {}
     for name, (_, leaf) in columns.items():
-        array = _numbers(numbers.pop(name), leaf.dtype.kind)
-        arrays[name] = array.reshape(-1, *leaf.shape[1:])
+        values = _numbers(numbers.pop(name), leaf.dtype.kind)
+        arrays[name] = values.reshape(-1, *leaf.shape[1:])
     if labels:
         arrays["labels"] = _labels(cells, like, data)
     return nested(arrays)

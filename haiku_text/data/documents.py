@@ -147,28 +147,23 @@ def _pydoc_topics() -> list[Document]:
 
 
 def hold_out(
-    items: list[T], keys: list[tuple], fraction: float, alone: str
-) -> tuple[list[T], list[T]]:
-    """Splits items by hash into training and held-out ones, alike on every machine.
+    places: np.ndarray, ranks: np.ndarray, fraction: float, alone: str
+) -> np.ndarray:
+    """Tells by hash which items are held out, alike on every machine: bool [N].
 
-    Holding one out does not depend on the others, and equal `keys` (each begins with
-    its item's `rank`) are on one side. One is moved where all would be; a single one is
-    a `ConfigError`, which begins with `alone`.
+    `ranks` rise, each item's at its place. Holding one out does not depend on the
+    others, and those of one place are on one side. One is moved where all would be; a
+    single one is a `ConfigError`, which begins with `alone`.
     """
     if not 0 <= fraction < 1:
         possible = "possible is from 0 to below 1"
         raise ConfigError(f"validation_fraction={fraction}; {possible}")
     if fraction == 0:
-        return items, []
-    distinct = sorted(set(keys))
-    if len(distinct) < 2:
+        return np.zeros(len(places), bool)
+    if len(ranks) < 2:
         raise ConfigError(f"{alone}; give several, or validation_fraction=0")
     # One at least on each side.
-    edge = min(max((fraction,), distinct[1]), distinct[-1])
-    sides: tuple[list[T], list[T]] = ([], [])
-    for item, key in zip(items, keys, strict=True):
-        sides[key < edge].append(item)
-    return sides
+    return places < min(max(np.searchsorted(ranks, fraction), 1), len(ranks) - 1)
 
 
 def rank(name: bytes) -> float:
@@ -181,9 +176,14 @@ def split_documents(documents: list[D], fraction: float) -> tuple[list[D], list[
     """Holds out whole documents, by their names."""
     # What a file system gives as a name need not be UTF-8; two may have the same.
     names = [document.name.encode(errors="surrogateescape") for document in documents]
-    keys = [(rank(name), i) for i, name in enumerate(names)]
+    ranks = np.array([rank(name) for name in names])
+    order = np.argsort(ranks, kind="stable")
     alone = f"{documents[0].name} is a single text, and whole texts are held out"
-    return hold_out(documents, keys, fraction, alone)
+    is_held = hold_out(np.argsort(order), ranks[order], fraction, alone)
+    sides: tuple[list[D], list[D]] = ([], [])
+    for document, side in zip(documents, is_held.tolist(), strict=True):
+        sides[side].append(document)
+    return sides
 
 
 def split_text(

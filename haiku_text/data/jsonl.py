@@ -6,10 +6,14 @@
 The same columns may be those of a CSV or Parquet file.
 """
 
+import copy
 import functools
+import itertools
 import json
 import logging
-from collections.abc import Callable, Sequence
+import marshal
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +28,7 @@ from haiku_text.data import texts
 from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
 from haiku_text.data.texts import Completions, Texts, Tokens
-from haiku_text.data.tokenizer import Tokenizer
+from haiku_text.data.tokenizer import BYTES, Tokenizer, batches
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,36 @@ class Line(NamedTuple):
     pair: str | None = None
 
 
+class Lines(Sequence[Line]):
+    """Examples of a file, packed: as objects they take ten times the memory.
+
+    What is unpacked is what this process packed.
+    """
+
+    def __init__(self, rows: Iterable[Row], columns: Columns, labels: str) -> None:
+        packed, ends = bytearray(), array("q", [0])
+        for row in rows:
+            packed += marshal.dumps((row.place, *_values(row, columns, labels)))
+            ends.append(len(packed))
+        self._path, self._packed, self._ends = row.path, memoryview(packed), ends
+        self._numbers = np.arange(len(ends) - 1)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Line:
+        number = self._numbers[index]
+        start, end = self._ends[number : number + 2]
+        place, *values = marshal.loads(self._packed[start:end])
+        return Line(f"{place} of {self._path}", *values)
+
+    def select(self, is_part: np.ndarray) -> "Lines":
+        """Lines where `is_part`, bool [N], is true."""
+        lines = copy.copy(self)
+        lines._numbers = self._numbers[is_part]
+        return lines
+
+
 def jsonl(
     spec: BatchSpec,
     *,
@@ -99,17 +133,17 @@ def jsonl(
     columns = Columns(text, text_pair, label, prompt, completion)
     if context < 1:
         raise ConfigError(f"context={context}; possible is 1 or more")
-    rows = read_rows(file, columns)
-    labels = _labels(rows, columns, spec.labels)
+    first = next(rows := read_rows(file, columns))
+    labels = _labels(first, columns, spec.labels)
     if packing and labels != "tokens":
         raise ConfigError(
             "packing=True is for prompts with completions, and the labels here are "
             f"{labels}; use packing=False"
         )
-    training = [_line(*row, columns, labels) for row in rows]
+    training = Lines(itertools.chain([first], rows), columns, labels)
     if validation_path is not None:
         rows = read_rows(data_file(validation_path, key="validation_path"), columns)
-        held_out = [_line(*row, columns, labels) for row in rows]
+        held_out = Lines(rows, columns, labels)
     else:
         training, held_out = _split(training, validation_fraction)
     coder = Tokenizer(tokenizer)
@@ -161,16 +195,16 @@ def _read_set(
     path: Path,
 ) -> BucketedEvaluationSet:
     """Reads new lines, in their order; texts to classify may have no label."""
-    rows = read_rows(path, columns)
-    if labels == "classes" and not any(columns.label in row.values for row in rows):
+    read = functools.partial(read_rows, path, columns)
+    if labels == "classes" and not any(columns.label in row.values for row in read()):
         labels = "texts"
-    examples = encode(lines := [_line(*row, columns, labels) for row in rows])
+    examples = encode(lines := Lines(read(), columns, labels))
     _check_sizes(examples.sizes, lines, lengths[-1])
     length = min(x for x in lengths if x >= examples.sizes.max())  # One: in order.
     return BucketedEvaluationSet(examples, (length,), batch_size)
 
 
-def _labels(rows: list[Row], columns: Columns, labels: str) -> str:
+def _labels(first: Row, columns: Columns, labels: str) -> str:
     if labels in ("classes", "tokens"):
         return labels
     if labels == "numbers":
@@ -178,10 +212,12 @@ def _labels(rows: list[Row], columns: Columns, labels: str) -> str:
         raise ConfigError(
             f"texts are for the tasks {tasks}, and config.task.name is regression"
         )
-    return columns.kind(rows[0].values) or "classes"  # `_line` tells what is wrong.
+    return columns.kind(first.values) or "classes"  # `_values` tells what is wrong.
 
 
-def _line(where: str, values: dict[str, Any], columns: Columns, labels: str) -> Line:
+def _values(row: Row, columns: Columns, labels: str) -> tuple:
+    """Text or prompt, label or completion, and second text of a row."""
+    values, where = row.values, row.where
     names, kind = columns.of(labels), columns.kind(values)
     if missing := " and no ".join(name for name in names if name not in values):
         there = ", ".join(values) or "an empty object"
@@ -200,20 +236,22 @@ def _line(where: str, values: dict[str, Any], columns: Columns, labels: str) -> 
             shown = json.dumps(value, default=str)
             raise ConfigError(f"{where} has {name}={shown}; {need} is needed")
     if labels == "tokens":
-        return Line(where, *(values[name] for name in names))
+        return tuple(values[name] for name in names)
     pair = values[columns.text_pair] if columns.text_pair else None
     target = values[columns.label] if labels == "classes" else None
-    return Line(where, values[columns.text], target, pair)
+    return values[columns.text], target, pair
 
 
-def _split(lines: list[Line], fraction: float) -> tuple[list[Line], list[Line]]:
+def _split(lines: Lines, fraction: float) -> tuple[Lines, Lines]:
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    keys = [(rank(line.text.encode(errors="surrogatepass")),) for line in lines]
+    ranks = (rank(line.text.encode(errors="surrogatepass")) for line in lines)
+    ranks, places = np.unique(np.fromiter(ranks, float), return_inverse=True)
     alone = f"{lines[0].where} and all others have the same text, so that nothing can "
-    return hold_out(lines, keys, fraction, alone + "be held out")
+    is_held = hold_out(places, ranks, fraction, alone + "be held out")
+    return lines.select(~is_held), lines.select(is_held)
 
 
-def _classes(lines: list[Line], order: Sequence[Any]) -> dict[str, int]:
+def _classes(lines: Lines, order: Sequence[Any]) -> dict[str, int]:
     """Numbers of the classes by label, in this order; by default they are sorted."""
     where, _, first, _ = lines[0]
     for line in lines:
@@ -229,52 +267,73 @@ def _classes(lines: list[Line], order: Sequence[Any]) -> dict[str, int]:
     return {label: i for i, label in enumerate(names)}
 
 
-def _texts(
-    lines: list[Line], tokenizer: Tokenizer, numbers: dict, cut: int | None
-) -> Texts:
-    has_labels = any(line.target is not None for line in lines)
+def _batches(lines: Lines) -> Iterator[list[Line]]:
+    return batches(lines, lambda line: sum(len(x) for x in line if isinstance(x, str)))
+
+
+def _texts(lines: Lines, tokenizer: Tokenizer, numbers: dict, cut: int | None) -> Texts:
+    labels, types = array("i"), bytearray()
     for line in lines:
-        if has_labels and str(line.target) not in numbers:
+        if line.target is None:
+            break  # As in all.
+        if str(line.target) not in numbers:
             possible = some(numbers, 20)
             raise ConfigError(
                 f"{line.where} has the label {line.target!r}, which no example to "
                 f"train on has; those have {possible}"
             )
-    types = None
-    if any(line.pair is not None for line in lines):
-        pairs = [(line.text, line.pair) for line in lines]
-        tokens, types = map(Tokens.create, tokenizer.encode_pairs(pairs, most=cut))
-    else:
-        first = [line.text for line in lines]
-        tokens = Tokens.create(tokenizer.encode(first, special=True, most=cut))
-    if not has_labels:
-        return Texts(tokens, None, types)
-    labels = [numbers[str(line.target)] for line in lines]
-    return Texts(tokens, np.array(labels, np.int32), types)
+        labels.append(numbers[str(line.target)])
+
+    def encode() -> Iterator[list[int]]:
+        for batch in _batches(lines):
+            if batch[0].pair is None:  # As in all.
+                first = [line.text for line in batch]
+                yield from tokenizer.encode(first, special=True, most=cut)
+                continue
+            pairs = [(line.text, line.pair) for line in batch]
+            tokens, kinds = tokenizer.encode_pairs(pairs, most=cut)
+            types.extend(itertools.chain.from_iterable(kinds))
+            yield from tokens
+
+    tokens = _tokens(encode(), tokenizer)
+    kinds = Tokens(np.frombuffer(types, np.uint8), tokens.starts) if types else None
+    return Texts(tokens, np.array(labels, np.int32) if labels else None, kinds)
 
 
-def _completions(
-    lines: list[Line], tokenizer: Tokenizer, cut: int | None
-) -> Completions:
-    prompts = tokenizer.encode([line.text for line in lines], special=True)
-    # What begins a text does not begin a completion.
-    completions = tokenizer.encode([line.target for line in lines])
+def _completions(lines: Lines, tokenizer: Tokenizer, cut: int | None) -> Completions:
     end = [] if tokenizer.end is None else [tokenizer.end]
-    examples, prompt_sizes = [], []
-    for line, prompt, completion in zip(lines, prompts, completions, strict=True):
-        prompt = prompt or end  # Of the text before: it tells that this one is empty.
-        tokens = prompt + completion + end
-        if len(tokens) < 2 or len(tokens) == len(prompt):
-            sizes = f"{len(prompt)} tokens and its completion {len(completion + end)}"
-            reason = f"has nothing to learn from: its prompt has {sizes}"
-            raise ConfigError(f"{line.where} {reason}")
-        before = max(len(tokens) - (cut + 1), 0) if cut else 0
-        examples.append(tokens[before:])
-        prompt_sizes.append(max(len(prompt) - before, 0))
-    return Completions(Tokens.create(examples), np.array(prompt_sizes, np.int64))
+    prompt_sizes = array("q")
+
+    def encode() -> Iterator[list[int]]:
+        for batch in _batches(lines):
+            prompts = tokenizer.encode([line.text for line in batch], special=True)
+            # What begins a text does not begin a completion.
+            completions = tokenizer.encode([line.target for line in batch])
+            for line, prompt, rest in zip(batch, prompts, completions, strict=True):
+                prompt = prompt or end  # Of the text before: it tells it is empty.
+                tokens = prompt + rest + end
+                _check_completion(line, len(prompt), len(tokens))
+                before = max(len(tokens) - (cut + 1), 0) if cut else 0
+                prompt_sizes.append(max(len(prompt) - before, 0))
+                yield tokens[before:]
+
+    tokens = _tokens(encode(), tokenizer)
+    return Completions(tokens, np.array(prompt_sizes, np.int64))
 
 
-def _check_sizes(sizes: np.ndarray, lines: list[Line], context: int) -> None:
+def _check_completion(line: Line, prompt_size: int, size: int) -> None:
+    if size < 2 or size == prompt_size:
+        raise ConfigError(
+            f"{line.where} has nothing to learn from: its prompt has {prompt_size} "
+            f"tokens and its completion {size - prompt_size}"
+        )
+
+
+def _tokens(texts: Iterable[list[int]], tokenizer: Tokenizer) -> Tokens:
+    return Tokens.create(texts, np.uint8 if tokenizer.name == BYTES else np.int32)
+
+
+def _check_sizes(sizes: np.ndarray, lines: Lines, context: int) -> None:
     if (size := sizes.max(initial=0)) > context:
         raise ConfigError(
             f"{lines[sizes.argmax()].where} is the longest example, with {size} tokens "

@@ -3,9 +3,9 @@
 Shapes: N examples in the set, B of them in one batch over all processes, T tokens.
 """
 
-import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,22 +16,26 @@ MULTIPLE = 8  # Bucket lengths are multiples of this, for faster products.
 
 
 class Tokens(NamedTuple):
-    """Tokens of texts in a row, int32; the first of each, and an end: int64 [N + 1]."""
+    """Tokens of texts in a row; the first of each, and an end: int64 [N + 1]."""
 
     flat: np.ndarray
     starts: np.ndarray
 
     @classmethod
-    def create(cls, texts: Sequence[Sequence[int]]) -> "Tokens":
+    def create(cls, texts: Iterable[Sequence[int]], dtype: Any = np.int32) -> "Tokens":
         """Joins texts of one token or more each."""
-        starts = np.cumsum([0, *map(len, texts)])
-        return cls(np.fromiter(itertools.chain.from_iterable(texts), np.int32), starts)
+        flat, sizes = bytearray(), array("q", [0])
+        for text in texts:
+            flat += np.array(text, dtype).tobytes()
+            sizes.append(len(text))
+        return cls(np.frombuffer(flat, dtype), np.cumsum(sizes))
 
     def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads the texts of `rows` with zeros, int32 [B, T]; masks are bool [B, T]."""
         at = self.starts[rows][:, None] + np.arange(length)
         mask = at < self.starts[rows + 1][:, None]
-        return np.where(mask, self.flat.take(at, mode="clip"), 0), mask
+        tokens = np.where(mask, self.flat.take(at, mode="clip"), 0)
+        return tokens.astype(np.int32, copy=False), mask
 
 
 def text_lengths(mask: np.ndarray) -> np.ndarray:

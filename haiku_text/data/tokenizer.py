@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,9 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 # What would move a terminal's cursor, change its colors or ring its bell.
 CONTROLS = {c: "\ufffd" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 CONTROLS[ord("\r")] = ""
+BATCH = 2**19  # Characters for the tokenizer's threads at once.
 LONG_WORD = re.compile(r"[^\W_]{4096}|\s{4096}|(?:[^\w\s]|_){4096}")
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -191,6 +193,19 @@ class Tokenizer:
             return text.translate(CONTROLS)
 
         return decode
+
+
+def batches(texts: Iterable[T], size: Callable[[T], int] = len) -> Iterator[list[T]]:
+    """Parts texts to encode: as the package has their tokens, memory holds few."""
+    batch, length = [], 0
+    for text in texts:
+        batch.append(text)
+        length += size(text)
+        if length >= BATCH:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
