@@ -1,13 +1,16 @@
 """Exceptions whose message is a sentence for the user, each with its exit code.
 
 A command shows the sentence without a traceback; an exception without an `exit_code` is
-a defect and shows its traceback.
+a defect and shows its traceback. So it is in a cell of a notebook.
 """
 
 import difflib
 import importlib.util
 import itertools
 import re
+import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,13 +22,55 @@ FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 
 
-class ConfigError(ValueError):
+# Files whose lines a cell does not show: of this project, installed, and of Python.
+_OTHERS = tuple(
+    str(Path(__file__).parents[1] / f"haiku_{x}") for x in ("template", "text")
+)
+_OTHERS += ("<frozen", "<string>", sysconfig.get_path("stdlib"))
+
+
+class _Sentence(Exception):
+    """Base of errors that IPython shows as commands do."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython's name.
+        """Makes the lines for a cell: those of the user's code, and the sentence."""
+        frames = traceback.extract_tb(self.__traceback__)
+        files = {x.filename for x in frames if "site-packages" not in x.filename}
+        files = {name for name in files if not name.startswith(_OTHERS)}
+        lines = [
+            f"{_place(x.filename)}, line {x.lineno}: {x.line}"
+            for x in frames
+            if x.filename in files
+        ]
+        sentence = f"{type(self).__name__}: {self}"
+        return [*lines, sentence, *getattr(self, "__notes__", ())]
+
+
+def _place(filename: str) -> str:
+    """Names a file; a cell as IPython does, such as `Cell In[3]`."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name = shell and shell.compile.format_code_name(filename)
+    return " ".join(name) if name else filename
+
+
+def clear_last() -> None:
+    """Clears the frames of the last error, which an interactive session keeps.
+
+    They hold the arrays of a run that failed, beside those of the next.
+    """
+    error = getattr(sys, "last_value", None)
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class ConfigError(_Sentence, ValueError):
     """A configuration, data or a pretrained model that cannot be used as asked."""
 
     exit_code = 64
 
 
-class PlacementError(ValueError):
+class PlacementError(_Sentence, ValueError):
     """Arrays that cannot be, or are not, where a run needs them."""
 
     exit_code = 64
@@ -37,13 +82,13 @@ class ReplicaError(PlacementError):
     exit_code = 71
 
 
-class DeviceError(RuntimeError):
+class DeviceError(_Sentence, RuntimeError):
     """A device that was asked for and cannot be had."""
 
     exit_code = 69
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(_Sentence, RuntimeError):
     """A loss or a part of the train state that is infinite or NaN."""
 
     exit_code = 70
@@ -53,13 +98,13 @@ class EvaluationError(NonFiniteError):
     """A loss of an evaluation that is infinite or NaN, of a state that is neither."""
 
 
-class ReplayError(RuntimeError):
+class ReplayError(_Sentence, RuntimeError):
     """A step that gave other bits when it was made again."""
 
     exit_code = 72
 
 
-class MemoryFullError(RuntimeError):
+class MemoryFullError(_Sentence, RuntimeError):
     """A device whose memory was full while a run was made, or ran."""
 
     exit_code = 77
@@ -70,7 +115,7 @@ def is_exhausted(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) and not hasattr(error, "exit_code")
 
 
-class StorageError(RuntimeError):
+class StorageError(_Sentence, RuntimeError):
     """A checkpoint or a file that cannot be written or read."""
 
     exit_code = 74
@@ -84,13 +129,13 @@ class DamagedError(StorageError):
     """A checkpoint that is not what was saved; another of the run may be."""
 
 
-class DataError(RuntimeError):
+class DataError(_Sentence, RuntimeError):
     """Batches that cannot be made, whose processes end."""
 
     exit_code = 71
 
 
-class Interrupted(RuntimeError):
+class Interrupted(_Sentence, RuntimeError):
     """A signal that stopped the run after its state was saved."""
 
     def __init__(self, message: str, exit_code: int) -> None:

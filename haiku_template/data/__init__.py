@@ -22,4 +22,5 @@ from haiku_template.data.datasets import from_split as from_split
 from haiku_template.data.files import Split as Split
 from haiku_template.data.sources import GrainDataset as GrainDataset
 from haiku_template.data.sources import from_iterator as from_iterator
+from haiku_template.data.trees import described as described
 from haiku_template.errors import ConfigError as ConfigError

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.trees import count_rows, leaves_by_path, map_leaves
+from haiku_template.data.trees import (
+    count_rows,
+    described,
+    leaves_by_path,
+    map_leaves,
+)
 from haiku_template.errors import ConfigError
 
 PLAIN = {np.ndarray, np.memmap}  # Arrays with rows by number, none masked.
@@ -93,6 +98,12 @@ class Data(NamedTuple):
     evaluations: Mapping[str, "EvaluationSet"] = MappingProxyType({})
     # Maps the path of a new file of this kind to an evaluation set, in its order.
     read: Callable[[Any], Any] | None = None
+
+    def __repr__(self) -> str:
+        usual = type(self)._field_defaults
+        changed = {k: x for k, x in self._asdict().items() if x is not usual.get(k, "")}
+        texts = [f"{name}={described(x)}" for name, x in changed.items()]
+        return f"Data({', '.join(texts)})"
 
 
 def each_shape(dataset: Dataset) -> list[Batch]:
@@ -205,7 +216,7 @@ def _fault(leaves: dict[str, Any], where: str) -> ConfigError:
     return ConfigError(f"{where} has {counts}; each array has one row an example")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ArrayDataset:
     """Shuffled batches from arrays [N, ...] in host memory or mapped from files.
 
@@ -218,6 +229,7 @@ class ArrayDataset:
     labels: Any
     spec: BatchSpec
     augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None
+    __repr__ = described
 
     def __post_init__(self) -> None:
         self.spec.check(sum(x[:1].nbytes for x in check_arrays(self.staged()).values()))
@@ -288,13 +300,14 @@ class Rows(_InOrder):
     batch_size: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EvaluationSet(_InOrder):
     """Every example once, in order; only the last batch may have fewer rows."""
 
     inputs: Any
     labels: Any
     batch_size: int
+    __repr__ = described
 
     def __post_init__(self) -> None:
         check_arrays(self.arrays)

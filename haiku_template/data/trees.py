@@ -60,3 +60,22 @@ def nested(leaves: Mapping[str, Any]) -> Any:
     }
     places = [*map(str, range(len(tree)))]
     return tuple(tree[i] for i in places) if tree.keys() == {*places} else tree
+
+
+def described(value: Any) -> str:
+    """Describes a value in a line, such as `ArrayDataset(inputs=float32 [500, 8])`.
+
+    Arrays have their shape, functions their name, and objects that of their type.
+    """
+    if isinstance(value, str | int | float | None):
+        return repr(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} {[*value.shape]}"
+    name, fields = getattr(value, "__qualname__", type(value).__name__), None
+    if isinstance(value, Mapping):
+        name, fields = type(value).__name__, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if fields is None:
+        return name
+    return f"{name}({', '.join(f'{k}={described(x)}' for k, x in fields.items())})"

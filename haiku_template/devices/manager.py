@@ -29,6 +29,9 @@ class DeviceManager(NamedTuple):
     processes: "processes.Processes" = processes.Processes()
     unified: float | None = None  # Times a card's memory, with the host's beyond it.
 
+    def __repr__(self) -> str:
+        return f"DeviceManager({self.describe()})"
+
     @classmethod
     def create(
         cls,

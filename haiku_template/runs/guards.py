@@ -125,6 +125,10 @@ class Guards:
         self._state = state
         self._scalars.note(steps, scalars)
 
+    def close(self) -> None:
+        """Drops the state of the last call, which a cycle would hold."""
+        self._state = None
+
     def agree(self, state: Any) -> None:
         """Raises `PlacementError` if the first step left replicas that differ."""
         self._check_copies(state, (state, self._scalars.pending[-1][1].first()))

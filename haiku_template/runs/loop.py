@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, checkpoints; `step.py` has the mathematics."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,10 @@ class Result(NamedTuple):
 
     state: TrainState  # The last, on the devices.
     metrics: Metrics  # The last of each name.
+
+    def __repr__(self) -> str:
+        values = {k: x for k, x in self.metrics.items() if not k.startswith("perf/")}
+        return f"Result({self.state!r}, {values})"
 
 
 def train(
@@ -186,7 +190,7 @@ class _Run(NamedTuple):
             watched = self.signals.watched(self, self.watchdog_minutes)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
         explicit = self.trainer.devices.explicit_transfers()
-        with watched as run:
+        with watched as run, closing(self.guards):
             with explicit, self.signals.saving(self):
                 state, last = run._loop(state, start, stop)
             self.checkpoints.wait()

@@ -41,7 +41,8 @@ class Run:  # Why: docs/decisions/house.md#run
     """One checkpoint of a run, on any devices; each part is read when asked for."""
 
     workdir: Path  # Of the run, or a folder of exported adapters.
-    config: config_dict.ConfigDict | None  # None for the run of a script.
+    # None for the run of a script.
+    config: config_dict.ConfigDict | None = dataclasses.field(repr=False)
     devices: DeviceManager
     which: str  # `latest`, `best`, or a step.
     # Of a script's run: its experiment, or a function of the devices that makes it.

@@ -20,6 +20,7 @@ from haiku_template.runs.runtime import RuntimeHandler
 
 logger = logging.getLogger(__name__)
 
+PYTHONS = signal.default_int_handler
 OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 # Seconds from a signal to a forced end: so many, or some of the longest calls so far,
 # and those to write the state at so many bytes a second.
@@ -34,6 +35,7 @@ LATE = (
 )
 UNREADABLE = "the last state cannot be read from its devices, and is not saved: {}"
 SAVED = "step {} is saved, and the same command resumes it"
+TOO_LATE = "SIGINT received at the end of the run, which is done, and is saved"
 LISTENING: dict[int, "StopSignals"] = {}  # By the thread that trains.
 NOTHING_NEW = "and nothing new was saved; the same command resumes what was"
 
@@ -59,7 +61,8 @@ class StopSignals:
 
     SIGTERM and SIGINT are noted, to stop after a save; SIGHUP and SIGUSR1, too, unless
     they are ignored, as by nohup, or a script handles them. A second SIGINT is for the
-    handler from before: a command ends at once, Python raises KeyboardInterrupt.
+    handler from before: a command ends at once, Python raises KeyboardInterrupt. So it
+    does at the exit for one that came too late to stop the run: cells are to stop.
     Outside the main thread, where Python allows no handlers, all are left alone.
 
     Where the loop does not obey, as something blocks, a thread calls `save`, which
@@ -84,6 +87,7 @@ class StopSignals:
         self._first, self._called, self._longest = 0.0, math.inf, 0.0
 
     def __enter__(self) -> "StopSignals":
+        errors.clear_last()  # Why: docs/decisions/house.md#cells
         return self
 
     def listen(self) -> None:
@@ -100,7 +104,7 @@ class StopSignals:
         self._is_open = True
         signals.HEARERS.append(self._hear)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         LISTENING.pop(threading.get_ident(), None)
         if self._is_open:
             signals.HEARERS.remove(self._hear)
@@ -111,7 +115,11 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._runtime is not None:
-            self._runtime.restore()
+            return self._runtime.restore()
+        self.run = self.latest = None  # Of a cycle, which would hold the state.
+        is_late = kind is None and self._noted == signal.SIGINT
+        if is_late and self._previous.get(signal.SIGINT) is PYTHONS:
+            raise KeyboardInterrupt(TOO_LATE)
 
     @contextlib.contextmanager
     def saving(self, run: Any) -> Iterator[None]:
@@ -249,4 +257,4 @@ def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
     """Calls the previous handler, for a second SIGINT."""
     if handler is signals.leave:
         signals.leave(number, frame, signals.AGAIN)
-    (handler if callable(handler) else signal.default_int_handler)(number, frame)
+    (handler if callable(handler) else PYTHONS)(number, frame)

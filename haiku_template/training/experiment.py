@@ -19,7 +19,7 @@ from haiku_template.config import (
     keys_of,
     to_dict,
 )
-from haiku_template.data import DATASETS, BatchSpec, Data, by_name
+from haiku_template.data import DATASETS, BatchSpec, Data, by_name, described
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, some
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
@@ -42,7 +42,7 @@ SAME += ("steps_per_call", "exact_elastic")
 SHARDED_MOMENTS = ("opt_state/*", "data")  # ZeRO-1.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Experiment:
     """The parts of a run, made from a config or by a script.
 
@@ -177,6 +177,17 @@ class Experiment:
             else users_module("step", config.step, *STEP),
         )
         return dataclasses.replace(experiment, described=(to_dict(config), experiment))
+
+    def __repr__(self) -> str:  # Parts that are not the default, without arrays.
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        del fields["described"]
+        values = {k: getattr(self, k) for k in fields}
+        changed = {k: x for k, x in values.items() if x is not fields[k] and x != ()}
+        texts = [
+            f"{k}={x!r}" if type(x) in (Data, tuple) else f"{k}={described(x)}"
+            for k, x in changed.items()
+        ]
+        return f"Experiment({', '.join(texts)})"
 
     @property
     def config(self) -> dict[str, Any]:

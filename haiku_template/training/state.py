@@ -58,6 +58,12 @@ class TrainState(NamedTuple):
     # Why: docs/decisions/training.md#loss-scale
     loss_scale: tuple[jax.Array, ...]  # Scale and counter of float16's; else empty.
 
+    def __repr__(self) -> str:  # A cell may end with a state.
+        trees = {name: jax.tree.leaves(x) for name, x in self._asdict().items()}
+        sizes = {k: sum(getattr(x, "nbytes", 0) for x in v) for k, v in trees.items()}
+        texts = [f"{k}: {len(x)} of {sizes[k]:,} bytes" for k, x in trees.items() if x]
+        return f"TrainState(arrays of {', '.join(texts)})"
+
     # Why: docs/decisions/house.md#frozen-argument
     def without_frozen(self) -> "TrainState":
         """Drops the frozen parameters, a separate argument of a compiled step."""

@@ -133,6 +133,9 @@ class Trainer:
         self._counts: dict[int, jax.Array] = {}  # Numbers of steps, on the devices.
         self._evaluated: set[tuple[int, int]] = set()  # Of sets: rows, batches.
 
+    def __repr__(self) -> str:
+        return f"Trainer({self.experiment!r}, {self.devices!r})"
+
     def _compile_shares(self, count: int) -> None:
         """Computes steps and evaluations by logical shares."""
         from haiku_template.training import shares
