@@ -102,6 +102,9 @@ for _name in SECONDS:  # Others would end a run that is well.
         f"possible is a number of seconds above 0, such as {FLAGS[_name].default:g}",
     )
 WHERE = ("device", "num_devices", "simulate_devices", "fallback")
+# Arguments of `DeviceManager.create` that have the names of flags.
+OPTIONS = ("simulate_devices", "fallback", "gpu_memory_fraction", "gpu_preallocate")
+OPTIONS += ("gpu_memory",)
 WORDS: list[str] = []  # Of the command, with those of each --flagfile.
 define_config = functools.partial(
     config_flags.DEFINE_config_file,
@@ -137,11 +140,7 @@ def device_manager(num_devices: int | None = None) -> "DeviceManager":
     return DeviceManager.create(
         FLAGS.device,
         num_devices=num_devices,
-        simulate_devices=FLAGS.simulate_devices,
-        fallback=FLAGS.fallback,
-        gpu_memory_fraction=FLAGS.gpu_memory_fraction,
-        gpu_preallocate=FLAGS.gpu_preallocate,
-        gpu_memory=FLAGS.gpu_memory,
+        **{name: FLAGS[name].value for name in OPTIONS},
     )
 
 
@@ -287,10 +286,9 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
     with signals.closed_pipes():
         try:
             app.run(guarded, flags_parser=lambda argv: _parse(argv, arguments))
-        except SystemExit:
-            raise
         except BaseException as error:
-            _end(error)
+            if not isinstance(error, SystemExit):
+                _end(error)
             raise
 
 

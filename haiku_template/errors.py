@@ -7,6 +7,7 @@ a defect and shows its traceback. So it is in a cell of a notebook.
 import difflib
 import importlib.util
 import itertools
+import os
 import re
 import sys
 import sysconfig
@@ -22,11 +23,11 @@ FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
 
 
+CHAIN = 20  # Errors behind an error, at most.
 # Files whose lines a cell does not show: of this project, installed, and of Python.
-_OTHERS = tuple(
-    str(Path(__file__).parents[1] / f"haiku_{x}") for x in ("template", "text")
-)
-_OTHERS += ("<frozen", "<string>", sysconfig.get_path("stdlib"))
+PACKAGES = ("haiku_template", "haiku_text")
+_OURS = tuple(f"{Path(__file__).parents[1] / x}{os.sep}" for x in PACKAGES)
+_OTHERS = (*_OURS, "<frozen", "<string>", sysconfig.get_path("stdlib"))
 
 
 class _Sentence(Exception):
@@ -53,14 +54,17 @@ def _place(filename: str) -> str:
     return " ".join(name) if name else filename
 
 
-def clear_last() -> None:
-    """Clears the frames of the last error, which an interactive session keeps.
+def clear_frames(error: BaseException | None) -> None:
+    """Clears the frames of an error that passed through this project.
 
     They hold the arrays of a run that failed, beside those of the next.
     """
-    error = getattr(sys, "last_value", None)
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
+    for _ in range(CHAIN):
+        if error is None:
+            return
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(x.f_code.co_filename.startswith(_OURS) for x, _ in frames):
+            traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 

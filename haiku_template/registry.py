@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from haiku_template.errors import MEANT, ConfigError, near
+from haiku_template.errors import MEANT, PACKAGES, ConfigError, near
 
 LISTS = ("writers", "hooks")  # Keys of several names.
 IMPORTING: list[str] = []  # Modules of a user that are being imported.
-PACKAGES = ("haiku_template", "haiku_text")
 # Why: docs/decisions/projects.md#ejected
 ANOTHER_VERSION = (
     ", so it was written for another version of haiku_template: install that commit, "

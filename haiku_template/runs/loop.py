@@ -185,9 +185,8 @@ class _Run(NamedTuple):
         Raises an error of the data, an evaluation or a hook once the steps before it
         are saved, but for numbers that are not finite.
         """
-        watched = nullcontext(self)
-        if self.watchdog_minutes is not None:
-            watched = self.signals.watched(self, self.watchdog_minutes)
+        minutes = self.watchdog_minutes
+        watched = self.signals.watched(self, minutes) if minutes else nullcontext(self)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
         explicit = self.trainer.devices.explicit_transfers()
         with watched as run, closing(self.guards):

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
 from haiku_template import errors, signals
-from haiku_template.errors import Interrupted, StorageError
+from haiku_template.errors import EvaluationError, Interrupted, StorageError
 from haiku_template.runs.runtime import RuntimeHandler
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,9 @@ OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 # and those to write the state at so many bytes a second.
 FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
 AGREED = 3  # Times as long until several processes have agreed on a step.
-# Errors of a state.
+# Errors of a state, of saving it, and of one that is saved.
 UNSAVED = errors.NonFiniteError, errors.ReplayError, errors.ReplicaError
+UNSAVED += StorageError, Interrupted
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
 LATE = (
     "the run did not end within {:.0f} s: what was not saved by then is lost; the same "
@@ -87,7 +89,8 @@ class StopSignals:
         self._first, self._called, self._longest = 0.0, math.inf, 0.0
 
     def __enter__(self) -> "StopSignals":
-        errors.clear_last()  # Why: docs/decisions/house.md#cells
+        if hasattr(sys, "last_value"):  # Why: docs/decisions/house.md#cells
+            errors.clear_frames(sys.last_value)
         return self
 
     def listen(self) -> None:
@@ -117,8 +120,12 @@ class StopSignals:
         if self._runtime is not None:
             return self._runtime.restore()
         self.run = self.latest = None  # Of a cycle, which would hold the state.
-        is_late = kind is None and self._noted == signal.SIGINT
-        if is_late and self._previous.get(signal.SIGINT) is PYTHONS:
+        if kind is None and self._noted == signal.SIGINT:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Hands on an interrupt that came too late to stop the run."""
+        if self._previous.get(signal.SIGINT) is PYTHONS:
             raise KeyboardInterrupt(TOO_LATE)
 
     @contextlib.contextmanager
@@ -133,9 +140,7 @@ class StopSignals:
             with runtime.entering(run) if runtime else contextlib.nullcontext():
                 yield
         except Exception as error:
-            is_finite = isinstance(error, errors.EvaluationError)
-            unsaved = *UNSAVED, StorageError, Interrupted
-            if is_finite or not isinstance(error, unsaved):
+            if isinstance(error, EvaluationError) or not isinstance(error, UNSAVED):
                 _save_or_warn(runtime or self)
             raise
         finally:

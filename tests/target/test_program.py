@@ -134,7 +134,8 @@ def of_lines(config, lines, context):
     config.precision, config.batch_size, config.accumulate_steps = "bfloat16", 4, 1
     config.data.update({"path": lines, "tokenizer": None, "context": context})
     config.data.num_buckets, config.finetuning.fresh = 1, ()
-    config.finetuning.lora.rank, config.finetuning.base_dtype = None, "float32"
+    config.finetuning.lora.rank, config.finetuning.lora.patterns = None, ()
+    config.finetuning.base_dtype = "float32"
     config.model.update({"remat": False, "num_layers": 2})
     return config
 
