@@ -194,10 +194,13 @@ def _finetuning(rng, kind, case, config):
         keys["finetuning.train"] = (part,)
     if of_matrices or rng.random() < 0.25:
         keys |= _lora(rng, kind)
+        if "finetuning.fresh" in keys:  # It would be frozen.
+            keys["finetuning.train"] = (part,)
     if keys.keys() - {"finetuning.fresh"} and rng.random() < 0.5:
         dtype = one(rng, "bfloat16", "int8", "nf4")
         keys["finetuning.base_dtype"] = dtype
-        keys |= some(rng, 0.3, {"finetuning.unquantized": ("*/b",)}, {})
+        pattern = "*/offset" if kind == "resnet" else "*/b"
+        keys |= some(rng, 0.3, {"finetuning.unquantized": (pattern,)}, {})
         if dtype == "nf4" and "model.width" in config:
             keys["model.width"] = 64
     if rng.random() < 0.2 and "schedule_free" not in config["optimizer.name"]:
