@@ -769,7 +769,7 @@ READERS = {
     "tokens": Reader(
         write_tokens, read_tokens, "haiku_text.data.files haiku_text.data.documents"
     ),
-    "lines": Reader(write_lines, read_lines, "haiku_template.data.rows"),
+    "lines": Reader(write_lines, read_lines, "data.rows"),
     "tokenizer": Reader(write_tokenizers, read_tokenizer, "haiku_text.data.tokenizer"),
     "checkpoint": Reader(write_checkpoint, read_checkpoint, "storage.checkpoint", seal),
     "lists": Reader(
@@ -825,7 +825,11 @@ ELSEWHERE = {
     # Not fuzzed, though others may have written what they read.
     "preflight.targets.target_devices": "text for XLA, which parses it",
     "preflight.fingerprint._check": "program.json, which `bounded` parses",
-    "reporting.trackers": "config.json, which has been checked",
+    **dict.fromkeys(
+        ("reporting.trackers", "runs.resume._restored"),
+        "config.json, which has been checked",
+    ),
+    "haiku_text.data.jsonl.__getitem__": "lines that this process has packed",
     "storage.mirror": "copies files, which `checkpoint` then reads",
     "haiku_text.prepare": "asks for the first bytes of a text, and copies a tokenizer",
     "haiku_text.huggingface.export_like": "a folder that `weights` has read",
