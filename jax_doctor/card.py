@@ -17,9 +17,12 @@ COMPILERS = {"12": "nvidia-cuda-nvcc-cu12", "13": "nvidia-cuda-nvcc"}
 NO_DEVICES = ("", "-1", "none", "void", "NoDevFiles")
 # The ends of the names of cuInit's codes that have a cause of their own.
 NAMES = (
-    "303|OUT_OF_MEMORY|STUB_LIBRARY|DEVICE_UNAVAILABLE|NO_DEVICE|INVALID_DEVICE|"
-    r"OPERATING_SYSTEM|NOT_READY|DRIVER_MISMATCH|COMPAT_NOT_SUPPORTED_ON_DEVICE|MPS_\w+"
+    "OUT_OF_MEMORY|STUB_LIBRARY|DEVICE_UNAVAILABLE|NO_DEVICE|INVALID_DEVICE|NOT_READY|"
+    r"OPERATING_SYSTEM|DRIVER_MISMATCH|COMPAT_NOT_SUPPORTED_ON_DEVICE|MPS_\w+|"
 )
+# Without a name where there is no library, as JAX counts it; else of one it loads.
+NOT_LOADED = "303|SHARED_OBJECT_INIT_FAILED"
+NAMES += NOT_LOADED
 ABORT = (-6, 134)
 # Both plugins together would be the next cause.
 TWELVE = (
@@ -249,9 +252,9 @@ def _old_card(machine: Machine, facts: Facts) -> Signs:
     "nvidia-container-toolkit; on a host install the driver; then sudo ldconfig",
 )
 def _no_library(machine: Machine, facts: Facts) -> Signs:
-    """The driver's library libcuda.so.1 cannot be loaded."""
+    """The driver's library libcuda.so.1, or one that it needs, cannot be loaded."""
     if facts.driver:
-        yield _answered(machine, facts, "303")
+        yield _answered(machine, facts, NOT_LOADED)
     elif machine.nodes() and WSL_NODE not in machine.nodes() and not machine.libcuda():
         folders = ", ".join((*machine.library_path(), *LIBRARY_FOLDERS[1:4]))
         yield warning(f"no libcuda.so.1 in {folders} and the like")

@@ -145,6 +145,7 @@ ERRORS = [
     ("A20", BARE, lambda m: m.cuda(), {}),
     ("A20", BARE, env(NVIDIA_VISIBLE_DEVICES="all"), {}),
     ("A21", CARD, None, answer(303, problem="libcuda.so.1: cannot open")),
+    ("A21", CARD, None, answer(303, "CUDA_ERROR_SHARED_OBJECT_INIT_FAILED")),
     ("A22", CARD, env(CUDA_VISIBLE_DEVICES=""), {}),
     ("A22", CARD, env(CUDA_VISIBLE_DEVICES="-1"), {}),
     ("A22", CARD, env(CUDA_VISIBLE_DEVICES="3"), {}),
