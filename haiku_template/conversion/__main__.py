@@ -84,7 +84,8 @@ def first_replica(name: str, array: np.ndarray) -> np.ndarray:
     """Takes the first of replicas, [devices, ...]; of network state they may differ."""
     # A module that averages over no devices has its own on each.
     is_state = name.startswith(f"{trees.STATE[0]}/")
-    if not array.ndim or not (is_state or are_equal(array)):
+    has_first = array.ndim and len(array)
+    if not has_first or not (is_state or are_equal(array)):
         raise ConfigError(
             f"{name} {array.dtype}{list(array.shape)} is not the same on all devices "
             "of its first axis: --unreplicate is for what jax.pmap has replicated"
@@ -93,8 +94,9 @@ def first_replica(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def are_equal(rows: np.ndarray) -> bool:
-    """Tests for the same bits in each row, of which there is one."""
-    return len({row.tobytes() for row in rows}) == 1
+    """Tests for the same bits in each row."""
+    first = rows[0].tobytes()
+    return all(row.tobytes() == first for row in rows)
 
 
 def main(source: str, output: str, key: str, unreplicate: str = "") -> dict[str, Any]:

@@ -53,6 +53,13 @@ class Name(str):
 
     fields: tuple[str, ...] = ()  # Of a named tuple, where the file says them.
 
+    @classmethod
+    def create(cls, module: str, name: str) -> "Name":
+        """Joins what a file names, in a length that messages can show."""
+        if not NAME.fullmatch(f"{module}.{name}"):
+            raise ValueError("a name is none")
+        return cls(f"{module}.{name}")
+
 
 class Object(Dict):
     """Stand-in of an object: fields by name, and most tuples' by their places."""
@@ -65,6 +72,10 @@ class Object(Dict):
     def build(self, state: Any) -> None:
         """Takes attributes: a dictionary, or a pair of one and those of slots."""
         for fields in state if isinstance(state, tuple) else (state,):
+            # Of pairs the keys would be hashed, whatever they are.
+            if not isinstance(fields, dict | None):
+                values = _describe(fields)
+                raise ConfigError(f"{_describe(self)} has {values} for its attributes")
             self |= fields or {}
 
 
@@ -152,11 +163,10 @@ class Reader(pickle._Unpickler):
         """Looks up a stand-in; nothing is imported."""
         if (module, name) in NAMES:
             return NAMES[module, name]
-        if not NAME.fullmatch(f"{module}.{name}"):
-            raise ValueError("a name is none")
+        of = Name.create(module, name)
         if module == "ml_dtypes":  # float8, int4.
-            raise _nothing_else(f"it names {module}.{name}", " as float32")
-        return Name(f"{module}.{name}")
+            raise _nothing_else(f"it names {of}", " as float32")
+        return of
 
     def _view_bytes(self, width: int = 8) -> None:
         self.append(self.file.view(int.from_bytes(self.read(width), "little")))
@@ -331,7 +341,7 @@ def _of_base(of: Any, base: Any, values: Any) -> Object:
 
 
 def _named_tuple(title: str, fields: tuple[str, ...], module: str, *_: Any) -> Name:
-    of = Name(".".join((module, title)))
+    of = Name.create(module, title)
     of.fields = tuple("".join(field) for field in fields)  # Text, or an error.
     return of
 

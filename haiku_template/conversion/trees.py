@@ -53,17 +53,18 @@ def choose(
 
 
 def is_params(node: Any) -> bool:
-    """Tests for {module: {name: array}}."""
-    if not isinstance(node, dict) or not any(node.values()):
-        return False
-    if isinstance(node, Object):  # Its fields may be.
+    """Tests for {module: {name: array}}, of which none is an object."""
+    if not _is_dict(node) or not any(node.values()):
         return False
     # A module that is named many times is looked at once.
     modules = {id(module): module for module in node.values()}.values()
     return all(
-        isinstance(module, dict) and all(map(_is_number, module.values()))
-        for module in modules
+        _is_dict(module) and all(map(_is_number, module.values())) for module in modules
     )
+
+
+def _is_dict(node: Any) -> bool:
+    return isinstance(node, dict) and not isinstance(node, Object)
 
 
 def _is_number(x: Any) -> bool:
@@ -102,19 +103,28 @@ def _pair(node: Any) -> tuple[dict, dict, list[str]] | None:
     params = items.pop(params_key, None)
     state = next((items.pop(key) for key in state_keys if key in items), {})
     # Haiku's state may be trees inside of its modules.
-    if not isinstance(state, dict) or isinstance(state, Object):
+    if not is_params(params) or not _is_dict(state):
         return None
-    if not is_params(params):
+    if not all(_is_number(x) for _, x in _leaves(state)):
         return None
-    if by_place and (any(map(is_params, items.values())) or _share(params, state)):
-        return None  # Such as parameters and their averages.
-    is_state = all(_is_number(x) for _, x in _leaves(state))
-    return (params, state, [*items]) if is_state else None
+    if by_place and not _is_state(params, state, [*items.values()]):
+        return None
+    return params, state, [*items]
 
 
-def _share(params: dict, state: dict) -> bool:
-    """Tests for a leaf of the same name."""
-    return not {name for name, _ in _leaves(params)}.isdisjoint(dict(_leaves(state)))
+def _is_state(params: dict, state: dict, others: list[Any]) -> bool:
+    """Tests what follows parameters in a tuple: averages or moments are no state."""
+    forms = _forms(params)
+    same = [*map(_forms, (state, *state.values()))]  # Such as moments, m and v.
+    if any(x and x <= forms for x in same) or any(map(is_params, others)):
+        return False
+    # Before other things, a state of trees may be an optimizer's.
+    return not others or not any(state.values()) or is_params(state)
+
+
+def _forms(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of leaves."""
+    return {(name, x.values.shape) for name, x in _leaves(tree)}
 
 
 def _parameters(node: Any) -> tuple[Any, list[str]]:

@@ -97,11 +97,10 @@ def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row
     """
     split = (io.StringIO(line, newline="") for line in _lines(path))  # At \r, too.
     reader = csv.reader(itertools.chain.from_iterable(split), strict=True)
-    usual = csv.field_size_limit(sys.maxsize)  # Else texts of 128 KiB.
     first: list[str] = []
     begin = 1
     try:
-        for values in reader:
+        for values in iter(lambda: _read_long(reader), None):
             place, begin = f"line {begin}", reader.line_num + 1
             if not values:
                 continue
@@ -119,6 +118,13 @@ def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row
             yield Row(place, path, dict(zip(names, values, strict=True)))
     except csv.Error as error:
         raise ConfigError(f"line {begin} of {path} is no CSV: {error}") from error
+
+
+def _read_long(reader: Iterator[list[str]]) -> list[str] | None:
+    """Reads a row, or None; the limit, which all readers share, is raised for it."""
+    usual = csv.field_size_limit(sys.maxsize)  # Else texts of 128 KiB.
+    try:
+        return next(reader, None)
     finally:
         csv.field_size_limit(usual)
 

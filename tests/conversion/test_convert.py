@@ -15,6 +15,7 @@ import re
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 import zlib
@@ -277,6 +278,41 @@ def test_parameters_beside_their_averages_are_chosen_by_key(tmp_path, converted,
     assert_same(tmp_path / "out.safetensors", {"net/w": W + 1})
 
 
+MOMENTS = {"m": {"net": {"w": W}}, "v": {"net": {"w": W}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "keys"),
+    [
+        ((NET, MOMENTS), "0 or --key=1/m or --key=1/v"),
+        ((NET, MOMENTS | {"count": np.float32(3)}, 3), "0 or --key=1/m or --key=1/v"),
+        ((NET, {"adam": MOMENTS}, 3), "0 or --key=1/adam/m or --key=1/adam/v"),
+    ],
+)
+def test_moments_in_a_dictionary_are_no_state(tmp_path, converted, values, keys):
+    pickled(4)(tmp_path / "file", values)
+    words = converted(tmp_path / "file")["refused"]
+    assert words.endswith(f"sets of parameters; choose one: --key={keys}"), words
+
+
+@pytest.mark.parametrize("state", [{"w": W[0]}, {"w": W, "count": W[0]}])
+def test_a_state_may_share_names_with_parameters(tmp_path, converted, state):
+    """As codes of a quantizer, learned or averaged, are `embeddings`."""
+    pickled(4)(tmp_path / "file", (NET, {"net": state}, 3))
+    assert converted(tmp_path / "file")["left"] == ["2"]
+    expected = {"params/net/w": W} | flat({"net": state}, "state/")
+    assert_same(tmp_path / "out.safetensors", expected)
+
+
+def test_an_object_of_arrays_is_no_module(tmp_path, converted):
+    tree = {"model": NET, "statistics": Row(W, W, W)}
+    pickled(4)(tmp_path / "file", tree)
+    assert converted(tmp_path / "file")["taken"] == "model"
+    (tmp_path / "out.safetensors").unlink()
+    pickled(4)(tmp_path / "file", NET | {"statistics": Row(W, W, W)})
+    assert "it holds no parameters" in converted(tmp_path / "file")["refused"]
+
+
 # dill.dumps(TrainState({"net": {"w": w}}, {"norm": {"average": w[0]}}, (adam's,))) of
 # dill 0.4.1, which is not installed; w = arange, [2, 3]; a named tuple in a script.
 DILL = (
@@ -485,7 +521,17 @@ ATTACKS = {
     ),
     "attributes of an object that are text": (
         b"cposix\nsystem\n)\x81" + text(b"xy") + b"b.",
-        "no pickle, or a damaged one",
+        "an object of posix.system has xy for its attributes",
+    ),
+    # Of pairs, whose keys may be tuples that double: nobody waits for their hash.
+    "attributes in pairs": (
+        b"cposix\nsystem\n)\x81](K\1\x85\x85N\x86eb.",
+        "an object of posix.system has a list for its attributes",
+    ),
+    "a named tuple of a very long name": (
+        b"cdill._dill\n_create_namedtuple\n("
+        + (text(b"x" * 10**6) + text(b"a") + b"\x85" + text(b"m") + b"tR)R."),
+        "a damaged one, at byte 1,000,0",
     ),
     "a named tuple of too few values": (
         b"cdill._dill\n_create_namedtuple\n("
@@ -714,6 +760,22 @@ def test_the_first_replica_is_taken_and_what_differs_is_refused(tmp_path, comman
         ran = command("convert", *flags)
         assert ran.returncode == 64 and "is not the same on all devices" in ran.stderr
         assert not output.exists()
+    tree["params"]["net"]["w"] = np.stack([W] * 4)
+    tree["state"]["norm"]["average"] = np.zeros((0, 2))
+    source.write_bytes(pickle.dumps(tree))
+    assert (
+        "state/norm/average float64[0, 2] is not" in command("convert", *flags).stderr
+    )
+
+
+def test_replicas_are_compared_in_the_memory_of_one():
+    rows = np.arange(10**5)
+    tracemalloc.start()
+    try:
+        assert not child.are_equal(rows) and child.are_equal(rows[:1])
+        assert tracemalloc.get_traced_memory()[1] < rows.nbytes / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_command_says_what_it_took_and_left_out(tmp_path, command):

@@ -111,6 +111,16 @@ def test_long_texts_of_a_csv_are_read_and_its_limit_stays(tmp_path):
     assert len(row.values["text"]) == limit + 5 and csv.field_size_limit() == limit
 
 
+def test_readers_that_are_not_finished_leave_the_limit_of_csv(tmp_path):
+    limit, path = csv.field_size_limit(), tmp_path / "a.csv"
+    write_csv(path, [{"text": "x" * (limit + 5), "label": "a"}] * 3)
+    first, second = read_rows(path, ()), read_rows(path, ())
+    assert next(first).values == next(second).values
+    assert csv.field_size_limit() == limit
+    first.close()
+    assert len([*second]) == 2
+
+
 @pytest.fixture
 def tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
