@@ -130,6 +130,9 @@ def test_what_only_a_loss_takes_is_not_needed_for_outputs():
     data = Data(SimpleNamespace(batch=lambda step: batch | {"labels": X[:8]}), None, 4)
     made = as_dataset(np.ones((3, 4), np.int32), data, 8)
     assert made.batch(0).keys() == {"inputs"}
+    new = {"inputs": batch["inputs"]}
+    made = as_dataset(new, data, 8, whole_batch=True)
+    assert made.batch(0).keys() == {"inputs"}
     with pytest.raises(
         ConfigError, match="of examples has .* the run inputs; the names"
     ):
