@@ -36,6 +36,14 @@ import time
 from haiku_template.storage.mirror import Mirror
 give_back = Mirror.give_back
 Mirror.give_back = lambda *args: (time.sleep(12), give_back(*args))
+
+from haiku_template.runs import resume
+restored = resume._restored
+def patched(trainer, checkpoints, num_steps):
+    result = restored(trainer, checkpoints, num_steps)
+    assert (checkpoints.directory / "20/manifest").exists(), "it is not copied yet"
+    return result
+resume._restored = patched
 """
 READS = """
 import time
