@@ -21,11 +21,9 @@ HUB_ID = re.compile(r"(?:([A-Za-z0-9][\w.-]*)/)?([A-Za-z0-9][\w.-]*)", re.ASCII)
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # Of no ORG.
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
-
-
 CHAIN = 20  # Errors behind an error, at most.
-# Files whose lines a cell does not show: of this project, installed, and of Python.
 PACKAGES = ("haiku_template", "haiku_text")
+# Files whose lines a cell does not show: of this project, and of Python.
 _OURS = tuple(f"{Path(__file__).parents[1] / x}{os.sep}" for x in PACKAGES)
 _OTHERS = (*_OURS, "<frozen", "<string>", sysconfig.get_path("stdlib"))
 
