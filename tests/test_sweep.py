@@ -15,6 +15,7 @@ from ml_collections import config_dict
 
 from configs import digits
 from haiku_template import combinations as sweep
+from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.runs import comparison, start
@@ -241,6 +242,33 @@ def test_the_state_of_a_run_is_said(run_with):
 
 def test_of_equal_values_the_first_is_the_best(run_with):
     assert comparison.summarize_run(run_with(30, [0.2, 0.3, 0.3])).best == (0.3, 20)
+
+
+def test_a_table_of_more_keys_than_a_terminal_has_room_for_names_its_runs(
+    run_with, tmp_path, capsys, monkeypatch
+):
+    """At 100 columns, 16 keys that differed left no letter of the runs' names."""
+    keys = {
+        key: value
+        for key, value in configs.flatten(digits.get_config().to_dict()).items()
+        if type(value) in (int, float)
+    }
+    assert len(keys) > 12
+    for n in (1, 2):
+        run_with(30, [0.2, 0.3], **{key: type(x)(x + n) for key, x in keys.items()})
+    runs = comparison.summarize_runs(tmp_path)
+    shown = {}
+    for width in (80, 1_000):
+        monkeypatch.setenv("COLUMNS", str(width))
+        comparison.show(tmp_path, runs)
+        shown[width] = capsys.readouterr().out
+        assert " run1 " in shown[width] and "eval/accuracy" in shown[width]
+        assert "…" not in shown[width]
+    differ = comparison.differing(runs)
+    left = next(x for x in shown[80].splitlines() if "no room in 80 columns" in x)
+    hidden = left.partition(" differ, too")[0].split(", ")
+    assert hidden == differ[-len(hidden) :] and len(hidden) < len(differ)
+    assert "no room" not in shown[1_000]
 
 
 REFUSED = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from haiku_template import config as configs
@@ -20,6 +21,7 @@ from haiku_template.storage.metrics import sampled
 
 PICTURE = "comparison.png"
 EARLY = "stopped early"
+WIDTH = 20  # Columns of a terminal that a run's name has at least.
 MOST_BYTES = 250_000  # Of lines of each run, of which there may be hundreds.
 
 
@@ -144,12 +146,31 @@ def records(runs: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
     return ["run", *keys, title, "at step", "state"], rows
 
 
-def as_table(runs: Sequence[Summary]) -> Table:
-    """Tabulates runs; long keys are shortened to their last word where it is enough."""
+def as_table(runs: Sequence[Summary], num_keys: int | None = None) -> Table:
+    """Tabulates runs, with the first `num_keys` of the keys that differ (None: all).
+
+    Long keys are shortened to their last word where it is enough.
+    """
     columns, rows = records(runs)
     last = [column.rpartition(".")[2] for column in columns]
     names = [y if last.count(y) == 1 else x for x, y in zip(columns, last, strict=True)]
-    return table("Runs", names, rows)
+    keys = slice(1, -3)  # Before them the run, after them its best, at step, state.
+    for row in [names, *rows]:
+        row[keys] = row[keys][:num_keys]
+    grid = table("Runs", names, rows)
+    grid.columns[0].min_width = min(WIDTH, max(len(run.name) for run in runs))
+    return grid
+
+
+def _fitting(runs: Sequence[Summary], console: Console) -> tuple[Table, list[str]]:
+    """The table with as many keys as the console has room for, and those left out."""
+    keys = differing(runs)
+    any_width = console.options.update(max_width=10_000)
+    for num_keys in range(len(keys), 0, -1):
+        grid = as_table(runs, num_keys)
+        if Measurement.get(console, any_width, grid).minimum <= console.width:
+            return grid, keys[num_keys:]
+    return as_table(runs, 0), keys
 
 
 def as_csv(runs: Sequence[Summary]) -> str:
@@ -176,6 +197,11 @@ def write_picture(folder: Path, runs: Sequence[Summary]) -> Path | None:
 
 def show(folder: Path, runs: Sequence[Summary]) -> None:
     """Prints a table of all runs, draws their curves, and prints the picture's path."""
-    Console(highlight=False, markup=False).print(as_table(runs))
+    console = Console(highlight=False, markup=False)
+    grid, hidden = _fitting(runs, console)
+    console.print(grid)
+    if hidden:
+        also = f"{', '.join(hidden)} differ, too; --csv has them: no room in"
+        print(f"{also} {console.width} columns")
     if picture := write_picture(folder, runs):
         print(picture)
