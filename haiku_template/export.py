@@ -28,6 +28,7 @@ from haiku_template import cli
 from haiku_template.errors import ConfigError
 
 FORMATS = ["safetensors", "npz", "stablehlo", "onnx", "adapters"]
+FOLDERS = ["safetensors", "stablehlo", "adapters"]
 NAMES = ["haiku", "alphafold", "graphcast"]
 flags.DEFINE_enum("format", None, FORMATS, "What to write.", required=True)
 flags.DEFINE_string(
@@ -57,7 +58,13 @@ def main() -> None:
     for name in options:
         if values.format not in formats[name]:
             raise ConfigError(f"--{name} is not for --format={values.format}")
-    run, output = cli.open_run(), Path(values.output)
+    output = Path(values.output)
+    if values.format in FOLDERS and output.suffix[1:] in FORMATS:
+        raise ConfigError(
+            f"--format={values.format} writes a folder, and --output={output} is the "
+            f"name of a file; --output={output.with_suffix('')}"
+        )
+    run = cli.open_run()
     from haiku_template import runs
 
     write = {

@@ -41,6 +41,7 @@ from haiku_template.training.trainer import with_state
 from haiku_text.huggingface import check_classes, describe
 from haiku_text.models import bert, gpt, multiply_out
 from haiku_text.models.gpt import PRESETS
+from tests.runs import run_command
 
 SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}
 BERT = {"name": "bert", "vocab_size": 256, "mlp_width": 32, "dropout": 0.0} | SIZES
@@ -703,3 +704,14 @@ def test_a_gpt_made_here_says_what_ends_its_texts(tmp_path, one_device, shared):
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
     dropouts = [config[f"{x}_pdrop"] for x in ("embd", "resid", "attn")]
     assert dropouts == [0.0] * 3
+
+
+@pytest.mark.parametrize("format", ["safetensors", "stablehlo", "adapters"])
+def test_a_folder_is_not_written_under_the_name_of_a_file(tmp_path, format):
+    """Of --output=c.safetensors came a folder, which nothing reads as that file."""
+    flags = [f"--workdir={tmp_path}", f"--format={format}"]
+    done = run_command("export", *flags, f"--output={tmp_path}/c.safetensors")
+    assert done.returncode == 64, done.stderr
+    assert f"c.safetensors is the name of a file; --output={tmp_path}/c\n" in (
+        done.stderr
+    )
