@@ -62,9 +62,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 HERE += and not trackers and not onnx
 
-define NEWER
-@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: \
-	Python 3.11 or newer is needed, and $(PYTHON) is `$(PYTHON) -V 2>&1`; name another: \
+define SUPPORTED
+@$(PYTHON) -c 'import sys; sys.exit(not 11 <= sys.version_info[1] < 15)' || { echo "error: \
+	Python 3.11 to 3.14 is needed, and $(PYTHON) is `$(PYTHON) -V 2>&1`; name another: \
 	make $(firstword $(MAKECMDGOALS) train) PYTHON=python3.12" | tr -d '\t' >&2; exit 1; }
 endef
 
@@ -186,7 +186,7 @@ gpu-runs: $(TRAINS)
 	$(BIN)/python -m benchmarks.gpu_runs
 
 new:
-	$(NEWER)
+	$(SUPPORTED)
 	@$(PYTHON) skeleton/new.py --name="$(NAME)" --dest="$(DEST)" \
 		--eject="$(EJECT)" $(if $(filter-out 0,$(VENDOR)),--vendor)
 
@@ -194,7 +194,7 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
-	$(NEWER)
+	$(SUPPORTED)
 	$(PYTHON) -m venv $(VENV)
 
 # An editable install: what runs is this tree. Each stamp is one set of extras.

@@ -67,7 +67,7 @@ def test_ci_calls_each_target_of_tests(tmp_path):
     assert set(re.findall(r"make (test[a-z-]*)", workflow)) == targets - {"test"}
 
 
-@pytest.mark.parametrize("minors", [(11, 13), (11,), (12,)])
+@pytest.mark.parametrize("minors", [(11, 13), (11, 14), (11,), (12,)])
 def test_a_change_runs_all_tests_of_packages_on_one_python(minors, tmp_path):
     """`.ci/run` as it is, with a `make` that writes down how it was called."""
     for minor in minors:

@@ -200,16 +200,24 @@ def test_windows_gets_one_line():
     assert "install it in WSL" in done.stderr
 
 
-def test_an_old_python_gets_one_line_from_make(tmp_path):
-    old = tmp_path / "python3"
-    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.8.10 && exit\nexit 1\n')
-    old.chmod(0o755)
+@pytest.mark.parametrize("version", ["3.8.10", "3.15.2"])
+def test_a_python_without_wheels_gets_one_line_from_make(tmp_path, version):
+    """Of 3.15 pip said on two pages that Bazel does not build tensorstore."""
+    python, info = tmp_path / "python3", tuple(map(int, version.split(".")))
+    python.write_text(
+        f"#!{sys.executable}\nimport sys\n"
+        f"if sys.argv[1] == '-V': sys.exit(print('Python {version}'))\n"
+        f"sys.version_info = {info}\nexec(sys.argv[2])\n"
+    )
+    python.chmod(0o755)
     done = subprocess.run(
-        ["make", f"PYTHON={old}", f"VENV={tmp_path / 'env'}", "train"],
+        ["make", f"PYTHON={python}", f"VENV={tmp_path / 'env'}", "train"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode != 0 and not (tmp_path / "env").exists()
     line = next(x for x in done.stderr.splitlines() if x.startswith("error: "))
-    assert "Python 3.11 or newer is needed" in line and "Python 3.8.10" in line
+    assert "Python 3.11 to 3.14 is needed" in line and f"Python {version};" in line
+    # What pip goes by, in a project that has no make.
+    assert "python_requires = >=3.11,<3.15\n" in (ROOT / "setup.cfg").read_text()
