@@ -117,6 +117,8 @@ def warn_of_removal(folder: Path, error: OSError) -> None:
 def report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
     """Reports an exception, but not of reads and writes that Orbax abandoned."""
     code = getattr(unraisable.object, "cr_code", None)  # Of a coroutine.
+    if code is None and unraisable.exc_traceback:  # Python 3.14 names no object.
+        code = unraisable.exc_traceback.tb_frame.f_code
     is_orbax = code is not None and "orbax" in Path(code.co_filename).parts
     if not (is_orbax or "Event loop is closed" in str(unraisable.exc_value)):
         report(unraisable)

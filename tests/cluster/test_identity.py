@@ -317,7 +317,8 @@ def test_a_name_that_is_a_loopback_here_means_all_interfaces(address, monkeypatc
     [
         (b"x" * 200_000, "a line without an end"),
         (b"[" * 100_000 + b"\n", "a line without an end"),
-        (b"[" * 60_000 + b"\n", "a line of brackets"),
+        # Python 3.14 reads so many.
+        (b"[" * 60_000 + b"\n", "a line of brackets|Expecting value"),
         (b"[]\n", "a line that is no object"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +79,19 @@ def test_orbax_still_abandons_reads_which_fail_later(tmp_path, monkeypatch, dama
 @damages
 def test_an_abandoned_read_is_not_reported(tmp_path, monkeypatch, damage):
     assert reports_of(tmp_path, monkeypatch, damage, 5) == ""
+
+
+@pytest.mark.parametrize(("file", "count"), [("orbax/read.py", 0), ("mine/read.py", 1)])
+def test_a_read_is_known_without_its_coroutine(file, count):
+    """Python 3.14 tells of a coroutine that it closes the error alone."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", f"/site-packages/{file}", "exec"))
+    trace, reports = caught.value.__traceback__.tb_next, []
+    unraisable = types.SimpleNamespace(
+        object=None, exc_value=caught.value, exc_traceback=trace
+    )
+    failures.report_unabandoned(reports.append, unraisable)
+    assert len(reports) == count
 
 
 def test_reading_leaves_python_s_own_hook_in_place(tmp_path):
