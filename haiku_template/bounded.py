@@ -27,28 +27,21 @@ def opened(path: Path, mode: str = "rb", flags: int = os.O_RDONLY) -> BinaryIO:
 def contents(path: Path, most: int = MOST) -> bytes:
     """Reads a regular file; raises `OSError`, or `ValueError` beyond `most` bytes."""
     with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(most + 1) if size <= most else b""
-    if max(size, len(data)) > most:
+        data = file.read(most + 1)
+    if len(data) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return data
 
 
 def lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Iterates over a regular file's lines from the byte `start`; raises `OSError`.
-
-    One of more than `MOST` bytes comes in pieces of so many.
-    """
+    """Iterates over a regular file's lines from the byte `start`; raises `OSError`."""
     with opened(path) as file:
         file.seek(start)
-        yield from iter(lambda: file.readline(MOST), b"")
+        yield from iter(lambda: file.readline(MOST), b"")  # A longer one in pieces.
 
 
 def parse(text: str | bytes, kind: type = object, pairs: Any = None) -> Any:
-    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind.
-
-    `pairs` makes each object of its (key, value) pairs, by default a dictionary.
-    """
+    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind."""
     text = text.decode() if isinstance(text, bytes) else text
     try:
         value = json.loads(text, object_pairs_hook=pairs)

@@ -120,10 +120,7 @@ signals.CALLED.append(lambda *_: jax_doctor.end_children())
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
-    """Imports JAX and picks the devices that the flags ask for, or says why not.
-
-    `num_devices` counts where no flag does; None means all.
-    """
+    """Imports JAX and picks the devices of the flags, else the first `num_devices`."""
     device = "cpu" if FLAGS.simulate_devices else FLAGS.device
     for finding in jax_doctor.check_environment(device):  # JAX's errors mislead.
         if finding.severity == "error" and FLAGS.fallback != "cpu":
@@ -349,7 +346,6 @@ def _no_choice(error: BaseException) -> ConfigError | None:
 
 
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
-    """Parses the flags, or raises `ConfigError`."""
     try:
         argv = FLAGS.read_flags_from_files(argv, force_gnu=False)
         argv = NONE.sub(r"\1=None", HOME.sub(_at_home, "\0".join(argv))).split("\0")
@@ -375,15 +371,11 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         asks = any(map(HELP.fullmatch, argv))
         raise SystemExit(0 if asks else error.code) from None
     except (flags.CantOpenFlagFileError, UnicodeDecodeError) as error:
-        raise _no_flag_file(error) from error
+        cause = str(error).rpartition("flagfile: ")[2]
+        raise ConfigError(f"a --flagfile cannot be read: {cause}") from error
     except Exception as error:
         of_user = _of_a_user(error) or ConfigError(_sentence(error, argv))
         raise of_user from error
-
-
-def _no_flag_file(error: Exception) -> ConfigError:
-    cause = str(error).rpartition("flagfile: ")[2]
-    return ConfigError(f"a --flagfile cannot be read: {cause}")
 
 
 def _at_home(match: re.Match) -> str:
@@ -437,11 +429,10 @@ def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
     near = sorted(str(path) for path in file.parent.glob("*.py"))[:8]
     home = shipped.folder("configs")
     names = sorted(x.stem for x in home.glob("*.py")) if home else []
+    by_name = f"; by name there are {', '.join(names)}" if names else ""
     raise ValueError(
         f"the config file {file} does not exist; {file.parent} holds "
-        f"{', '.join(near) or 'no .py files'}"
-        + f"; by name there are {', '.join(names)}"
-        * bool(names)
+        f"{', '.join(near) or 'no .py files'}{by_name}"
     )
 
 

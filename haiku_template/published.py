@@ -109,10 +109,9 @@ def stand_ins(*packages: str, **attributes: Mapping[str, Any]) -> Iterator[None]
     What is installed is imported as ever. Behind the context they are gone again, so
     that nobody else takes them for real; who has imported them keeps their names.
 
-    Args:
-      packages: names, such as `tensorflow`, or `alphafold.model.tf`; what is in them
-        is there, too.
-      attributes: of a package, what it must really have: `tree={"map_structure": f}`.
+    `packages` are names, such as `tensorflow`, or `alphafold.model.tf`; what is in them
+    is there, too. What a package must really have is given by its name:
+    `tree={"map_structure": f}`.
     """
     finder = _Finder(dict.fromkeys(packages, {}) | attributes)
     sys.meta_path.append(finder)  # The last to be asked.
@@ -151,19 +150,15 @@ def import_module(name: str, folder: str | Path) -> ModuleType:
     if parent is not None:
         return importlib.import_module(name)
     if name not in sys.modules:
-        _import_from(name, folder)
+        spec = PathFinder.find_spec(name, [str(folder)])
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
     _check_place(sys.modules[name], file)
     return sys.modules[name]
-
-
-def _import_from(name: str, folder: str | Path) -> None:
-    spec = PathFinder.find_spec(name, [str(folder)])
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(sys.modules[name])
-    except BaseException:
-        del sys.modules[name]
-        raise
 
 
 def _check_place(module: ModuleType, path: Path) -> None:

@@ -28,7 +28,6 @@ def resolve(key: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def _users(key: str, name: str, table: Iterable[str]) -> Callable:
-    """Imports a user's `module:function`."""
     setting = check_name(key, name, table)
     module, _, function = str(name).partition(":")
     imported = _import(module, setting)

@@ -71,11 +71,10 @@ def main(words: list[str]) -> None:
             if not faults:
                 raise
     if faults:
+        resumes = signals.RESUMED.issuperset(faults.values())
         error = NonFiniteError(
             f"{len(faults)} of {len(members)} runs ended early, each with its line "
-            f"above: {' '.join(faults)}"
-            + "; the same command resumes them"
-            * signals.RESUMED.issuperset(faults.values())
+            f"above: {' '.join(faults)}{'; the same command resumes them' * resumes}"
         )
         error.exit_code = next(iter(faults.values()))
         raise error

@@ -54,16 +54,13 @@ def check_files(
             continue
         if not _is_trusted(file, trusted):
             top = module.partition(".")[0]
-            advice = (
-                f"; if you know all code there, --trust={top} adds it (in Python "
-                f"Run.open(..., trust=[{top!r}]))"
-            )
+            advice = f"; if you know all code there, --trust={top} adds it (in Python "
+            advice += f"Run.open(..., trust=[{top!r}]))"
             raise ConfigError(
                 f"{setting} is {file}, and was not imported: others may have written "
                 "what a workdir names, so that it is imported from the current "
                 f"directory ({Path.cwd()}) alone"
-                + advice
-                * (top not in sys.stdlib_module_names)
+                f"{'' if top in sys.stdlib_module_names else advice}"
             )
     return [file for file in files if not _is_ours(file)]
 
@@ -98,9 +95,8 @@ def check_definition(
 
 
 def _is_entry(entry: Any, name: str, function: Any) -> bool:
-    if (
-        isinstance(entry, str) and entry != name
-    ):  # MODULE:NAME, imported when asked for.
+    # MODULE:NAME, imported when asked for.
+    if isinstance(entry, str) and entry != name:
         module, _, attribute = entry.partition(":")
         entry = getattr(sys.modules.get(module), attribute, None)
     return entry is function or entry == name

@@ -56,49 +56,29 @@ ROWS += ("evaluation_peak", "matmul", "peak")
 
 
 class Budget(NamedTuple):
-    """Bytes on each device.
-
-    Attributes:
-      data: the staged training set.
-      closed_over: arrays that the model or the task closes over: constants of the step.
-      batch: one device's share of a batch, or of the row numbers of many.
-      waiting: batches that are prefetched, or belong to other steps in flight.
-      temporaries: of the step, such as activations and gradients.
-      step_peak: state, batch, temporaries, code, and outputs that reuse no memory.
-      init_peak: of making the first state; 0 for a run that resumes.
-      matmul: of measuring the devices, before there is a state.
-      limit: bytes available; None where JAX cannot tell.
-      process: on the CPU, bytes that this process has already; None if unknown.
-      num_devices: they share the host's memory on the CPU.
-      moments: shapes of `opt_state`.
-      outside: with --target only: cuDNN workspaces that XLA's buffer assignment leaves
-        out, plus a 10 % margin.
-      evaluation_peak: with --target only: state, data, batch and temporaries of an
-        evaluation.
-      card: bytes of the device's own, where unified memory has the host's beside; None
-        without it.
-    """
+    """Bytes on each device."""
 
     params: int
     net_state: int
     opt_state: int
     ema_params: int
     frozen: int
-    data: int
-    closed_over: int
-    batch: int
-    waiting: int
-    temporaries: int
-    step_peak: int
-    init_peak: int
-    matmul: int
-    limit: int | None
-    process: int | None
-    num_devices: int
-    moments: Any
+    data: int  # The staged training set.
+    closed_over: int  # Arrays in the model or the task: constants of the step.
+    batch: int  # One device's share, or that of the row numbers of many.
+    waiting: int  # Batches that are prefetched, or of other steps in flight.
+    temporaries: int  # Of the step, such as activations and gradients.
+    step_peak: int  # State, batch, temporaries, code, outputs that reuse no memory.
+    init_peak: int  # Of making the first state; 0 for a run that resumes.
+    matmul: int  # Of measuring the devices, before there is a state.
+    limit: int | None  # What is available; None where JAX cannot tell.
+    process: int | None  # On the CPU, what this process has already, if known.
+    num_devices: int  # They share the host's memory on the CPU.
+    moments: Any  # Shapes of `opt_state`.
+    # With --target only: workspaces that XLA's plan leaves out, and a margin.
     outside: int = 0
-    evaluation_peak: int = 0
-    card: int | None = None
+    evaluation_peak: int = 0  # With --target only: state, data, batch, temporaries.
+    card: int | None = None  # The device's own, where unified memory has the host's.
 
     @property
     def fit(self) -> str:
@@ -224,7 +204,6 @@ def _too_large(state: TrainState, memory: int) -> str:
 
 
 def _largest(state: TrainState) -> str:
-    """Names the largest arrays of a state, with their sizes."""
     sizes = {path: device_bytes(leaf) for path, leaf in leaves_by_path(state).items()}
     largest = sorted(sizes.items(), key=lambda leaf: -leaf[1])[:LARGEST]
     return ", ".join(f"{name} {in_units(size)}" for name, size in largest)
@@ -270,7 +249,6 @@ def _closed_over(trainer: Trainer) -> list[Any]:
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the constants of a jaxpr and of its inner jaxprs."""
     yield from getattr(jaxpr, "consts", ())
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         for inner in jax.tree.leaves(equation.params):
@@ -314,8 +292,7 @@ def check_budget(
 ) -> Budget:
     """Computes `memory_budget`, asserts that it fits, and warns of large constants.
 
-    `ConfigError` names the largest leaves, and what would fit, found by compiling:
-    rematerialized modules, or the smallest `accumulate_steps`.
+    `ConfigError` names the largest leaves, and what would fit, found by compiling.
     """
     budget = memory_budget(trainer, limit, starts=starts)
     if trainer.layout.rules:
@@ -348,10 +325,7 @@ def print_budget(trainer: Trainer, limit: int | None = None) -> None:
 
 
 def print_targets(trainers: dict[str, Trainer], limit: int | None = None) -> None:
-    """Prints a row for each target: what a run needs of its memory, and if it fits.
-
-    `limit` is in bytes on each device, in place of the targets' own.
-    """
+    """Prints what a run needs of each target's memory, or a `limit`, and if it fits."""
     rows = []
     for target, trainer in trainers.items():
         devices, state = trainer.devices, device_bytes(trainer.abstract)

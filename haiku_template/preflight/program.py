@@ -44,25 +44,15 @@ class Instruction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Facts of a compiled step.
+    """Facts of a compiled step."""
 
-    Attributes:
-      attention: calls of cuDNN's fused attention, forward and backward.
-      products: number of matrix products and convolutions, by `bf16 x bf16 to f32`.
-      all_reduces: bytes of each all-reduce.
-      overlapped: number of these with a product or attention between start and done.
-      host_copies: number of transfers to or from the host.
-      launches: about the number of kernels that a step starts.
-      workspace: bytes that attention's backward pass takes beside XLA's plan.
-    """
-
-    attention: tuple[int, int]
-    products: dict[str, int]
-    all_reduces: tuple[int, ...]
-    overlapped: int
-    host_copies: int
-    launches: int
-    workspace: int
+    attention: tuple[int, int]  # Calls of cuDNN's, forward and backward.
+    products: dict[str, int]  # And convolutions: numbers by `bf16 x bf16 to f32`.
+    all_reduces: tuple[int, ...]  # Bytes of each.
+    overlapped: int  # Of these with a product or attention between start and done.
+    host_copies: int  # Transfers to or from the host.
+    launches: int  # Kernels that a step starts, about.
+    workspace: int  # Bytes of attention's backward pass beside XLA's plan.
 
 
 def program_table(compiled: Any, size: int) -> Table:
@@ -185,7 +175,6 @@ def _run(
 def _inside(
     computations: dict[str, list[Instruction]], instruction: Instruction
 ) -> list[Instruction]:
-    """Instructions of a fusion, or the instruction itself."""
     if instruction.op != "fusion":
         return [instruction]
     name = CALLS.search(instruction.line)

@@ -15,25 +15,20 @@ WIDTH = 100  # Columns of a table as text, for who shows no HTML.
 def means(put: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
     """Makes the functions that show a line in place, and a text or a table below."""
 
-    def show(value: Any) -> None:
-        show_table(value) if isinstance(value, Table) else put(value)
-
-    return line(), show
-
-
-def line() -> Callable[[str], None]:
-    """Makes a function that shows a text, in place of the one before."""
     from IPython.display import display
 
     handles = []
 
-    def show(text: str) -> None:
+    def show_line(text: str) -> None:
         if handles:
             handles[0].update({"text/plain": text}, raw=True)
         else:
             handles.append(display({"text/plain": text}, raw=True, display_id=True))
 
-    return show
+    def show(value: Any) -> None:
+        show_table(value) if isinstance(value, Table) else put(value)
+
+    return show_line, show
 
 
 def show_table(table: Table) -> None:

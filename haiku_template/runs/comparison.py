@@ -39,10 +39,7 @@ class Summary(NamedTuple):
 def summarize_run(
     workdir: Path, name: str = "", metric: str | None = None, mode: str | None = None
 ) -> Summary:
-    """Summarizes one workdir; metric and mode are by default the run's own.
-
-    Raises `ConfigError` if its config cannot be read.
-    """
+    """Summarizes a workdir, by default by the run's own metric and mode."""
     values = configs.completed(workdirs.read_json(workdir / workdirs.CONFIG))
     if metric is None:
         ranks = workdirs.ranks(workdir)
@@ -85,10 +82,7 @@ def state_of(workdir: Path, values: dict[str, Any], rows: list[dict[str, Any]]) 
 def summarize_runs(
     folder: Path, metric: str | None = None, mode: str | None = None
 ) -> list[Summary]:
-    """Summarizes all runs below a folder, sorted by their best values, then by name.
-
-    Raises `ConfigError` if there are none.
-    """
+    """Summarizes the runs below a folder, the best first; `ConfigError` without any."""
     # A workdir may be a link, behind which `rglob` does not look.
     deep, linked = (folder.glob(f"{x}/{workdirs.RUN}") for x in ("**", "*"))
     files = [*sorted(deep), *sorted(linked)] if folder.is_dir() else []
@@ -140,9 +134,10 @@ def records(runs: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for run in runs:
         values = ["" if (x := run.keys.get(key)) is None else str(x) for key in keys]
-        value, step = ("", "") if run.best is None else run.best
-        number = f"{value:.6g}" if step != "" else ""
-        rows.append([run.name, *values, number, str(step), run.state])
+        best = (
+            ["", ""] if run.best is None else [f"{run.best[0]:.6g}", str(run.best[1])]
+        )
+        rows.append([run.name, *values, *best, run.state])
     return ["run", *keys, title, "at step", "state"], rows
 
 

@@ -163,7 +163,6 @@ class Guards:
 
     # Why: docs/decisions/training.md#skipped-steps
     def _take(self, step: int, values: dict[str, float]) -> None:
-        """Takes the scalars of the next step."""
         norm, is_scaled = values.get(NORM, 0.0), values.keys() >= SCALED
         if step in self._trainer.left_out:  # Its scalars are of no step.
             return
@@ -180,18 +179,12 @@ class Guards:
             if SKIPPED not in values or step == 1 or len(self._streak) >= self._most:
                 self._end(values)
             self._skipped += 1
-            self._warn(step, values)
-
-    def _warn(self, step: int, values: dict[str, float]) -> None:
-        logger.warning(
-            "step %d is skipped, as its %s is infinite or NaN, and the state stays as "
-            "after step %d: %s; the run ends after %d in a row",
-            step,
-            _subject(values),
-            step - 1,
-            oddity(self._trainer, lambda: self._blame([step])),
-            self._most,
-        )
+            cause = oddity(self._trainer, lambda: self._blame([step]))
+            logger.warning(
+                f"step {step} is skipped, as its {_subject(values)} is infinite or "
+                f"NaN, and the state stays as after step {step - 1}: {cause}; the run "
+                f"ends after {self._most} in a row"
+            )
 
     def _end(self, values: dict[str, float]) -> None:
         """Raises the error of steps in a row; `values` are those of the last."""
@@ -208,7 +201,6 @@ class Guards:
         raise non_finite(fault, self._checkpoints.latest, self._blame(self._streak))
 
     def _record(self, steps: list[int]) -> None:
-        """Records steps for `--rewind`."""
         if self._devices.processes.index == 0:
             from haiku_template.runs.rewind import record
 
@@ -225,10 +217,7 @@ class Guards:
         return ""
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
-        """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN.
-
-        It is an `EvaluationError` where the state is finite, which may be saved.
-        """
+        """Raises unless the loss is finite: `EvaluationError` where the state is."""
         if not math.isfinite(metrics["eval/loss"]):
             self._check(step, state)
             fault = f"the evaluation's loss after step {step} is infinite or NaN"

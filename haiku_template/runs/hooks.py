@@ -6,7 +6,7 @@ TensorBoard's; an error is a warning. In several processes one before the writin
 the run: a process that went on would leave the others waiting.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 from haiku_template.devices import detached
 from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
-from haiku_template.registry import resolve
 from haiku_template.reporting import plots, tensorboard
 from haiku_template.runs.limits import FirstBatches
 from haiku_template.runs.predictions import class_scores
@@ -30,14 +29,6 @@ HOOKS = {
     "images": "haiku_template.runs.hooks:images",
     "samples": "haiku_text.samples:samples",
 }
-
-
-def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
-    """Looks up `config.hooks`, by a name of the table or as `module:function`.
-
-    Raises `ConfigError` for an unknown name.
-    """
-    return tuple(resolve("hooks", name, HOOKS) for name in names)
 
 
 def at_evaluations(
@@ -91,13 +82,14 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
         (outputs,) = trainer.predict(state, FirstBatches(data.evaluation, 1))
         titles = [*_titles(trainer, outputs, labels)][: len(pixels)]
         titles = titles or [""] * len(pixels)
-        return lambda: _draw(step, titles)
 
-    def _draw(step: int, titles: list[str]) -> None:
-        path = workdir / workdirs.IMAGES / f"{step}.png"
-        path.parent.mkdir(exist_ok=True)
-        if plots.write_pictures(path, pixels, titles):
-            board.write(step, tensorboard.picture("evaluation", path.read_bytes()))
+        def draw() -> None:
+            path = workdir / workdirs.IMAGES / f"{step}.png"
+            path.parent.mkdir(exist_ok=True)
+            if plots.write_pictures(path, pixels, titles):
+                board.write(step, tensorboard.picture("evaluation", path.read_bytes()))
+
+        return draw
 
     return at_evaluations("images", trainer, look)
 

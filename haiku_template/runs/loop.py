@@ -289,7 +289,6 @@ class _Run(NamedTuple):
                 hook(Event(what, step, state, values and dict(values)))
 
     def _evaluate(self, step: int, state: TrainState, stop: int) -> Metrics | None:
-        """Evaluates, if it is due and there is data to evaluate on."""
         data = self.trainer.experiment.data
         if data.evaluation is None or not _due(step, stop, self.every.evaluate):
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from haiku_template.config import default_config, differences, fixed, to_dict
 from haiku_template.data import whole_batches
-from haiku_template.devices.processes import Processes, gather
+from haiku_template.devices.processes import gather
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
 from haiku_template.preflight import fingerprint
@@ -153,10 +153,15 @@ def _restored(
     mirror = checkpoints.mirror
     places = [checkpoints] if mirror is None else [mirror.checkpoints, checkpoints]
     copies = [(step, i) for i, place in enumerate(places) for step in place.steps]
+
+    def of_all(damage: str | None) -> str | None:  # None if no process found any.
+        damages = gather(damage) if processes.count > 1 else [damage]
+        return next(filter(None, damages), None)
+
     (step, place), saved, damages = newest_whole(
         [(step, place) for step, place in processes.first(copies)],
         lambda copy: places[copy[1]].restore(copy[0], abstract),
-        lambda damage: _of_all(processes, damage),
+        of_all,
     )
     if processes.index == 0:
         for (damaged, i), sentence in damages.items():
@@ -183,17 +188,8 @@ def _restored(
     return step, TrainState(**saved, frozen=frozen)
 
 
-def _of_all(processes: Processes, damage: str | None) -> str | None:
-    """Gives the damage that any process found; None if none did."""
-    damages = gather(damage) if processes.count > 1 else [damage]
-    return next(filter(None, damages), None)
-
-
 def resumed(trainer: Trainer, workdir: Path, config: dict[str, Any]) -> Trainer:
-    """Trainer of a run that resumes, without the steps that `--rewind` left out.
-
-    Writes the config, of which keys may have changed.
-    """
+    """Writes the config of a resumed run; makes its trainer, as `--rewind` said."""
     workdirs.update_config(workdir, config)
     if not (steps := workdirs.left_out(workdir)):
         return trainer

@@ -109,10 +109,10 @@ def export_forward(
         inputs = structure.unflatten(leaves[i] for i in order)
         return in_dictionaries(forward(inputs))
 
-    inputs = in_dictionaries(inputs)
-    specs, size = canonical_shapes(inputs, rows=batch_size), f"of {batch_size}"
+    specs = canonical_shapes(in_dictionaries(inputs), rows=batch_size)
+    size, advice = f"of {batch_size}", ""
     if batch_size is None:
-        size = "of any size"
+        size, advice = "of any size", "; --batch_size=1 is for a model of one size"
         specs = jax.export.symbolic_args_specs(specs, "b, ...")
     try:
         export = jax.export.export(jax.jit(of_dictionaries), platforms=PLATFORMS)
@@ -121,9 +121,7 @@ def export_forward(
     except Exception as error:  # JAX has many classes of them.
         raise ConfigError(
             f"the model cannot be exported for a batch {size}, on "
-            f"{' and '.join(PLATFORMS)}: {in_a_line(error)}"
-            + "; --batch_size=1 is for a model of one size"
-            * (batch_size is None)
+            f"{' and '.join(PLATFORMS)}: {in_a_line(error)}{advice}"
         ) from error
 
 

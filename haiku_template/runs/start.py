@@ -27,7 +27,7 @@ from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, is_exhausted
 from haiku_template.finetuning import check_classes, is_lost, without_source
 from haiku_template.preflight import FIT_KEYS, NothingFits, print_budget, settle
-from haiku_template.registry import users_module
+from haiku_template.registry import resolve, users_module
 from haiku_template.reporting import trackers
 from haiku_template.runs import hooks, limits, loop
 from haiku_template.runs.early_stop import early_stop
@@ -143,7 +143,7 @@ def loop_options(config: config_dict.ConfigDict) -> dict[str, Any]:
     """Keyword arguments of the loop, in which hooks still wait for a trainer."""
     how = {key: config[key] for key in LOOP_KEYS}
     how["writers"] = config.writers and trackers.by_name(config.writers)
-    how["hooks"] = config.hooks and hooks.by_name(config.hooks)
+    how["hooks"] = [resolve("hooks", name, hooks.HOOKS) for name in config.hooks]
     if config.early_stop.patience is not None:
         how["stop_when"] = early_stop(**config.early_stop)
     return how

@@ -120,20 +120,13 @@ class StopSignals:
         if self._runtime is not None:
             return self._runtime.restore()
         self.run = self.latest = None  # Of a cycle, which would hold the state.
-        if kind is None and self._noted == signal.SIGINT:
-            self._interrupt()
-
-    def _interrupt(self) -> None:
-        """Hands on an interrupt that came too late to stop the run."""
-        if self._previous.get(signal.SIGINT) is PYTHONS:
+        is_late = kind is None and self._noted == signal.SIGINT
+        if is_late and self._previous.get(signal.SIGINT) is PYTHONS:
             raise KeyboardInterrupt(TOO_LATE)
 
     @contextlib.contextmanager
     def saving(self, run: Any) -> Iterator[None]:
-        """Context of the loop: the state is saved before an error, but not `UNSAVED`.
-
-        So it is by the thread that obeys in place of the loop.
-        """
+        """Context of the loop: the state is saved before an error, if not `UNSAVED`."""
         self.run, self.save = run, run.save_latest
         runtime = self._runtime
         try:
@@ -208,8 +201,11 @@ class StopSignals:
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Notes a signal, or what is to end the run as if by one."""
-        if self._noted is not None and number == signal.SIGINT:
-            return _hand_on(self._previous[number], number, frame)
+        if self._noted is not None and number == signal.SIGINT:  # A second one.
+            handler = self._previous[number]
+            if handler is signals.leave:
+                signals.leave(number, frame, signals.AGAIN)
+            return (handler if callable(handler) else PYTHONS)(number, frame)
         self._noted = signal.Signals(number)
         if self._runtime is None:
             self.received = self._noted
@@ -245,7 +241,6 @@ def sentence(reason: str, step: int | None, why: str = "") -> str:
 
 
 def _save_or_warn(saves: Any) -> None:
-    """Saves beside an error that is on its way."""
     try:
         saves.save()
     except (StorageError, JaxRuntimeError) as error:
@@ -256,10 +251,3 @@ def _why_unsaved(error: Exception) -> str:
     if isinstance(error, JaxRuntimeError):  # What failed on a device left no state.
         return UNREADABLE.format(str(error).split("\n")[0])
     return str(error)
-
-
-def _hand_on(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Calls the previous handler, for a second SIGINT."""
-    if handler is signals.leave:
-        signals.leave(number, frame, signals.AGAIN)
-    (handler if callable(handler) else PYTHONS)(number, frame)

@@ -268,7 +268,6 @@ class Checkpoints:
         )
 
     def _write(self, step: int, state: Any, metrics: Any, **changes: Any) -> None:
-        """Starts to write a step."""
         manifest = manifests.of(state, self._run, step, self.facts) | changes
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
@@ -397,28 +396,19 @@ class Checkpoints:
         abstract: Any,
         field: str | None = None,
         skip: Collection[str] = (),
+        saved: dict[str, Any] | None = None,
     ) -> Any:
         """Restores the state of `step` straight to its devices.
 
         `abstract` is a pytree of `jax.ShapeDtypeStruct` with shardings, on any devices:
         of the complete state, or of one `field`, such as `params`, less the leaves
-        (`module/name`) in `skip`.
+        (`module/name`) in `skip`. What `saved(step)` listed is not listed again.
 
-        Raises:
-          DamagedError: its bits are not those that were saved, or cannot be read.
-          StorageError: no such step, or one of another structure: lists the leaves
-            that differ. Nothing is loaded then.
+        Raises `DamagedError` if its bits are not those that were saved, or cannot be
+        read; and `StorageError`, before anything is loaded, if there is no such step,
+        or one of another structure, with the leaves that differ.
         """
-        return self._restore(step, self.saved(step), abstract, field, skip)
-
-    def _restore(
-        self,
-        step: int,
-        saved: dict[str, Any],
-        abstract: Any,
-        field: str | None,
-        skip: Collection[str] = (),
-    ) -> Any:
+        saved = self.saved(step) if saved is None else saved
         # Paths are alike for tuples and for Orbax's lists.
         leaves = flatten(_forms(saved[field] if field else saved))
         leaves = {k: v for k, v in leaves.items() if k not in skip}
@@ -443,7 +433,6 @@ class Checkpoints:
         return state[field] if field else state
 
     def _check_bits(self, step: int, state: dict[str, Any]) -> None:
-        """Raises `DamagedError` unless leaves have the bits that were saved."""
         folder = self.directory / str(step)
         with self._damage_as_error(step):
             manifest = manifests.read(folder)
@@ -475,9 +464,8 @@ class Checkpoints:
     def saved(self, step: int) -> dict[str, Any]:
         """Lists a checkpoint's shapes and dtypes by field.
 
-        Raises:
-          DamagedError: it cannot be read, is not what was saved, or of another run.
-          StorageError: no such step.
+        Raises `DamagedError` if it cannot be read, is not what was saved, or of another
+        run, and `StorageError` if there is no such step.
         """
         if step not in self.steps:
             raise StorageError(
@@ -518,7 +506,7 @@ class Checkpoints:
         """
         saved = self.saved(step)  # Once: TensorStore never frees what it lists.
         for field, leaves in saved.items():
-            self._restore(step, saved, jax.tree.map(_unread, leaves), field)
+            self.restore(step, jax.tree.map(_unread, leaves), field, saved=saved)
         return manifests.read(self.directory / str(step)) is not None
 
     def set_aside(self, step: int) -> str:  # Why: docs/decisions/storage.md#fallback
@@ -574,11 +562,8 @@ def restore(
 
     The run may be alive. `which` is `latest`, `best`, `BEST_OR_LATEST`, or a step. If
     the latest is damaged, it is the newest that is whole, with a warning.
-
-    Raises:
-      ConfigError: no such checkpoint.
-      DamagedError: it is damaged.
-      StorageError: it does not fit.
+    Raises `ConfigError` if there is no such checkpoint, `DamagedError` if it is
+    damaged, and `StorageError` if it does not fit.
     """
     workdirs.check_path(workdir)
     try:

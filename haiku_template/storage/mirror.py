@@ -98,15 +98,12 @@ class _Copies(Checkpoints):
         away = [*(self._workdir / workdirs.CHECKPOINTS).glob("*.rewound*")]
 
         def is_rewound(step: int) -> bool:
-            rewound = [x for x in away if x.name.startswith(f"{step}.rewound")]
+            marks = [x for x in away if x.name.startswith(f"{step}.rewound")]
             # The copy may be of a later save.
-            return bool(rewound) and self._is_one_of(step, rewound)
+            copy = _manifest(self.directory / str(step)) if marks else None
+            return any(_manifest(mark) == copy for mark in marks)
 
         return [step for step in super().steps if not is_rewound(step)]
-
-    def _is_one_of(self, step: int, folders: list[Path]) -> bool:
-        copy = _manifest(self.directory / str(step))
-        return any(_manifest(folder) == copy for folder in folders)
 
     def restore(self, *args: Any) -> Any:
         """Restores as `Checkpoints.restore` does; what is not there is damaged."""
@@ -190,11 +187,8 @@ def steps_of(workdir: Path, folder: Path | None) -> list[int]:
         if not workdirs.has_checkpoints(folder):
             return []
         check(workdir, folder)
-        of_run = _Copies(workdir, folder, workdirs.run_id(workdir))
-        try:
-            return of_run.steps
-        finally:
-            of_run.close()
+        with _Copies(workdir, folder, workdirs.run_id(workdir)) as copies:
+            return copies.steps
     except (OSError, StorageError) as error:
         raise ConfigError(
             f"config.mirror={folder} cannot be read, and may have steps that the run "
@@ -292,7 +286,6 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
 
 
 def _copy_or_warn(source: Path, target: Path, step: int) -> None:
-    """Copies a checkpoint; warns of one that is damaged, or cannot be read."""
     try:
         _copy_step(source / str(step), target / str(step))
     except (OSError, ValueError) as error:
