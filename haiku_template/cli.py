@@ -236,10 +236,7 @@ def list_targets() -> None:
 
 
 def open_run(num_devices: int | None = None) -> "Run":
-    """Opens the run that the flags name, on the devices that they ask for.
-
-    Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
-    """
+    """Opens the run that the flags name; raises `ConfigError` before JAX starts."""
     need("workdir")
     experiment = None
     if (processes := _processes()) is not None and processes[1] > 1:
@@ -261,7 +258,6 @@ def open_run(num_devices: int | None = None) -> "Run":
 def run(main: Callable[..., None], arguments: bool = False) -> None:
     """Parses the flags, calls `main` and exits; users' mistakes show no traceback.
 
-    An exception with an `exit_code` is a sentence for the user, another is a defect.
     With `arguments`, `main` gets the words that are no flags.
     """
 

@@ -33,13 +33,10 @@ def config_file(name: str) -> Path | None:
 
 
 def with_shipped(argv: list[str], file: Path) -> list[str] | None:
-    """Names the shipped config in place of a file that is not here; None for none.
-
-    Such configs may import one another, as `configs.NAME`.
-    """
+    """Names the shipped config in place of a file that is not here; None for none."""
     if (found := config_file(str(file))) is None:
         return None
-    sys.path.append(str(found.parents[1]))
+    sys.path.append(str(found.parents[1]))  # They may import one another.
     pattern = re.compile(rf"(\0--?config[=\0]){re.escape(str(file))}(?=[:\0]|$)")
     words = "\0".join(["", *argv])
     return pattern.sub(lambda match: f"{match[1]}{found}", words).split("\0")[1:]

@@ -47,7 +47,6 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     # Where completions alone are learned, their ends are, too.
     prompts, end = _beginnings(batch), tokenizer.end if "loss_mask" in batch else None
     precision = Precision.create(experiment.precision)
-    board = tensorboard.Board(workdir, "samples")
     generators: list[Callable[..., Any]] = []  # Compiled at the first evaluation.
 
     def look(step: int, state: Any) -> Callable[[], None]:
@@ -75,7 +74,8 @@ def samples(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
         append_whole(workdir / "samples.jsonl", text.encode())
         # Indented, Markdown leaves them as they are.
         blocks = [f"    {a}|{b}".replace("\n", "\n    ") for a, b in pairs]
-        board.write(step, tensorboard.text("samples", "\n\n---\n\n".join(blocks)))
+        summary = tensorboard.text("samples", "\n\n---\n\n".join(blocks))
+        tensorboard.write(workdir, "samples", step, summary)
 
     return at_evaluations("samples", trainer, look)
 

@@ -22,10 +22,9 @@ logger = logging.getLogger(__name__)
 def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
     """Raises `ConfigError` unless a metric that `key` asks for is among the names."""
     if metric not in names:
-        possible = ", ".join(names) or "none without data to evaluate on"
         raise ConfigError(
             f"{key}={metric} is not measured{near(metric, names)}; possible are "
-            f"{possible}"
+            f"{', '.join(names) or 'none without data to evaluate on'}"
         )
 
 

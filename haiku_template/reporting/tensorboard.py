@@ -21,19 +21,14 @@ HPARAMS = "events.out.tfevents.0.hparams"
 STRING = 7  # DT_STRING of types.proto.
 
 
-class Board:
-    """Events beside a run's scalars, as the run `name` below it in TensorBoard."""
-
-    def __init__(self, workdir: Path, name: str) -> None:
-        self._path = workdir / TENSORBOARD / name / "events.out.tfevents.0"
-
-    def write(self, step: int, *values: bytes) -> None:
-        """Appends summaries; the file is made when there is a first one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        data = event(SUMMARY, b"".join(values), step)
-        if not (self._path.exists() and self._path.stat().st_size):
-            data = event(metrics.FILE_VERSION, b"brain.Event:2") + data
-        append_whole(self._path, data)
+def write(workdir: Path, name: str, step: int, *values: bytes) -> None:
+    """Appends summaries to the run `name` below this one in TensorBoard."""
+    path = workdir / TENSORBOARD / name / "events.out.tfevents.0"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = event(SUMMARY, b"".join(values), step)
+    if not (path.exists() and path.stat().st_size):
+        data = event(metrics.FILE_VERSION, b"brain.Event:2") + data
+    append_whole(path, data)
 
 
 def picture(tag: str, png: bytes) -> bytes:

@@ -75,15 +75,6 @@ def below_zero(trainer: Trainer, step: int) -> str:
     return ""
 
 
-def remade(trainer: Trainer, state: Any, step: int) -> Any:
-    """Makes a step again, without guards: gives its state. `state` is donated."""
-    if trainer.feed.staged is None:
-        batch = trainer.devices.shard(trainer.feed.read(step - 1))
-        return trainer.step(state, batch)[0]
-    with trainer.batches(step - 1, step) as batches:
-        return trainer.step(state, next(batches))[0]
-
-
 def non_finite(fault: str, latest: int | None, cause: str = "") -> NonFiniteError:
     """Makes the error that names the newest checkpoint and the likely cause."""
     newest = f"the newest is of step {latest}" if latest else "there is none"
@@ -213,7 +204,11 @@ class Guards:
         with contextlib.suppress(Exception), self._devices.implicit_transfers():
             state = jax.tree.map(jnp.copy, self._state)
             state = state._replace(step=jnp.full_like(state.step, step - 1))
-            return some(self._faults(remade(self._trainer, state, step)))
+            if self._trainer.feed.staged is None:
+                batch = self._devices.shard(self._trainer.feed.read(step - 1))
+                return some(self._faults(self._trainer.step(state, batch)[0]))
+            with self._trainer.batches(step - 1, step) as batches:
+                return some(self._faults(self._trainer.step(state, next(batches))[0]))
         return ""
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
@@ -251,11 +246,10 @@ class Guards:
 
     def _blame(self, steps: list[int]) -> str:
         """Searches the batches of suspects and of these steps for the cause."""
-        causes = (blame, below_zero)
         sentences = (
             cause(self._trainer, step)
             for step in [*self._suspects, *steps]
-            for cause in causes
+            for cause in (blame, below_zero)
         )
         return next(filter(None, sentences), "")
 

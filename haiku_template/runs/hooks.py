@@ -51,12 +51,11 @@ def at_evaluations(
 
 def histograms(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     """Makes a hook that writes the distribution of each parameter to TensorBoard."""
-    board = tensorboard.Board(workdir, "histograms")
 
     def look(step: int, state: Any) -> Callable[[], None]:
         leaves = flatten(trainer.devices.fetch(trainer.devices.gather(state.params)))
         values = [tensorboard.histogram(name, x) for name, x in leaves.items()]
-        return lambda: board.write(step, *values)
+        return lambda: tensorboard.write(workdir, "histograms", step, *values)
 
     return at_evaluations("histograms", trainer, look)
 
@@ -67,7 +66,7 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
     They are images/STEP.png, 16 of the first batch. Raises `ConfigError` for inputs
     that are not [B, height, width, 1 or 3], or [B, height, width].
     """
-    data, board = trainer.experiment.data, tensorboard.Board(workdir, "images")
+    data = trainer.experiment.data
     batch = {} if data.evaluation is None else detached(data.evaluation.batch(0))
     pixels = np.asarray(batch.get("inputs", 0.0))
     pixels = pixels[..., None] if pixels.ndim == 3 else pixels
@@ -87,7 +86,8 @@ def images(trainer: Trainer, workdir: Path) -> Callable[[Any], None]:
             path = workdir / workdirs.IMAGES / f"{step}.png"
             path.parent.mkdir(exist_ok=True)
             if plots.write_pictures(path, pixels, titles):
-                board.write(step, tensorboard.picture("evaluation", path.read_bytes()))
+                picture = tensorboard.picture("evaluation", path.read_bytes())
+                tensorboard.write(workdir, "images", step, picture)
 
         return draw
 

@@ -58,8 +58,7 @@ def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def limited(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = threading.get_ident()
-        threading.Thread(target=end, args=(caller,), daemon=True).start()
+        threading.Thread(target=end, args=(threading.get_ident(),), daemon=True).start()
         try:
             return train(trainer, *args, **kwargs)
         except Interrupted as error:

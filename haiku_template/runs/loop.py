@@ -188,9 +188,8 @@ class _Run(NamedTuple):
         minutes = self.watchdog_minutes
         watched = self.signals.watched(self, minutes) if minutes else nullcontext(self)
         self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
-        explicit = self.trainer.devices.explicit_transfers()
         with watched as run, closing(self.guards):
-            with explicit, self.signals.saving(self):
+            with self.trainer.devices.explicit_transfers(), self.signals.saving(self):
                 state, last = run._loop(state, start, stop)
             self.checkpoints.wait()
         return state, last

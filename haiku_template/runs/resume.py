@@ -184,8 +184,7 @@ def _restored(
         )
     if mirror is not None and step in checkpoints.steps:
         mirror.update()  # It may be new, or cut off.
-    frozen = trainer.initializer.frozen(trainer.layout)
-    return step, TrainState(**saved, frozen=frozen)
+    return step, TrainState(**saved, frozen=trainer.initializer.frozen(trainer.layout))
 
 
 def resumed(trainer: Trainer, workdir: Path, config: dict[str, Any]) -> Trainer:

@@ -35,10 +35,7 @@ def record(workdir: Path, dataset: Any, steps: Collection[int]) -> None:
 
 
 def steps_of(text: str, workdir: Path) -> set[int]:
-    """Reads `auto`, the recorded steps if any, or numbers such as `812,815:820`.
-
-    Both ends of an interval are left out. Raises `ConfigError`.
-    """
+    """Reads steps to leave out: `auto`, those recorded, or `812,815:820`, ends too."""
     if text == AUTO:
         return {*workdirs.left_out(workdir, RECORD, "steps")}
     steps: set[int] = set()
@@ -61,9 +58,8 @@ def go_back(
 
     Newer checkpoints are renamed; those that `mirror` alone has stay there, unread.
     Nothing happens for steps that are left out already: the same command resumes the
-    run.
-    Raises `ConfigError` if the steps are not understood or beyond the `last`, the run
-    has no checkpoint before them, or is running, or the mirror cannot be read.
+    run. Raises `ConfigError` if the steps are not understood or beyond the `last`, the
+    run has no checkpoint before them, or is running, or the mirror cannot be read.
     """
     with workdirs.locked(workdir), workdirs.usable(workdir):
         run = workdirs.read_json(workdir / workdirs.RUN)
@@ -93,8 +89,7 @@ def _set_aside(workdir: Path, first: int, mirror: Path | None) -> None:
             "and config.max_consecutive_nonfinite skips such steps"
         )
     for step in [step for step in saved[::-1] if step >= first]:
-        away = workdirs.unused(folder / f"{step}.rewound")
-        folder.joinpath(str(step)).rename(away)
+        folder.joinpath(str(step)).rename(workdirs.unused(folder / f"{step}.rewound"))
     # Else the run would go on from a copy that has the steps' updates.
     mirrors.leave_out(workdir, mirror, first)
 

@@ -343,7 +343,7 @@ class Checkpoints:
             if self._is_first:
                 sync(self.directory / str(self._saving))
         step, self._saving, self._last = self._saving, None, None
-        self._failures.clear()
+        self._failures.count, self._failures.error = 0, None
         if self._is_first and self._is_ours():
             if self._found is not None:
                 workdirs.mark_saved(self.directory.parent, step)

@@ -47,10 +47,6 @@ class FailedSaves:
         except StorageError as error:
             self.note(error)
 
-    def clear(self) -> None:
-        """Forgets failures: a save is on disk."""
-        self.count, self.error = 0, None
-
 
 @contextlib.contextmanager
 def faults(

@@ -320,7 +320,6 @@ def is_locked(workdir: Path) -> bool:  # Why: docs/decisions/storage.md#shared-l
 
 
 def _lock(file: IO) -> bool:  # Why: docs/decisions/storage.md#lock
-    """Takes the lock, or returns False if another run has it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
