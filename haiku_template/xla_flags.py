@@ -44,11 +44,11 @@ def backend_started() -> bool:
 
 
 def _warn(flags: str) -> None:
+    flags = f"{FLAG} {flags}".strip()
     logging.getLogger(__name__).warning(
         "JAX started before haiku_template was imported, and sums on CPUs may be "
         "wrong; import haiku_template before the first JAX operation, or write "
-        'export XLA_FLAGS="%s"',
-        f"{FLAG} {flags}".strip(),
+        f'export XLA_FLAGS="{flags}"'
     )
 
 

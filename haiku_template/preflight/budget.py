@@ -257,18 +257,17 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def _warn_of_closed_over(trainer: Trainer) -> None:
-    large = [
+    large = ", ".join(
         f"{x.dtype}{list(x.shape)} ({in_units(x.nbytes)}, on {describe(x)})"
         for x in _closed_over(trainer)
         if x.nbytes >= LARGE
-    ]
+    )
     if large:
         logger.warning(
-            "the model or the task closes over %s: what is no parameter, no network "
-            "state and no part of a batch becomes a constant of the step's program, "
-            "copied to each device from wherever it is; make it with hk.get_parameter "
-            "or hk.get_state, or put it into the batch",
-            ", ".join(large),
+            f"the model or the task closes over {large}: what is no parameter, no "
+            "network state and no part of a batch becomes a constant of the step's "
+            "program, copied to each device from wherever it is; make it with "
+            "hk.get_parameter or hk.get_state, or put it into the batch"
         )
 
 
@@ -278,12 +277,11 @@ def _warn_of_no_sharding(trainer: Trainer) -> None:
         reason = "there is one device" if one else f"{NO_SHARDING} over the devices"
         logger.warning("config.sharding changes nothing: %s", reason)
     elif unsplit := trainer.layout.unsplit(trainer.abstract):
+        others = f"; and {len(unsplit) - 1} more" * (len(unsplit) > 1)
         logger.warning(
-            "config.sharding leaves %s whole on each device: none of its dimensions is "
-            "a multiple of the %d devices%s",
-            unsplit[0],
-            trainer.devices.num_devices,
-            f"; and {len(unsplit) - 1} more" * (len(unsplit) > 1),
+            f"config.sharding leaves {unsplit[0]} whole on each device: none of its "
+            f"dimensions is a multiple of the {trainer.devices.num_devices} devices"
+            f"{others}"
         )
 
 

@@ -135,9 +135,9 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
 
 def _warn_of_numbers(of_batch: Sequence[str]) -> None:
     logger.warning(
-        "the model returns %s for a batch: its evaluation is exact if that is a mean "
-        "over the examples; numbers for each, [B], are exact in any case",
-        numbers_text(of_batch),
+        f"the model returns {numbers_text(of_batch)} for a batch: its evaluation is "
+        "exact if that is a mean over the examples; numbers for each, [B], are exact "
+        "in any case"
     )
 
 

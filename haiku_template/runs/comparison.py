@@ -19,7 +19,6 @@ from haiku_template.runs.early_stop import early_stop
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.metrics import sampled
 
-PICTURE = "comparison.png"
 EARLY = "stopped early"
 WIDTH = 20  # Columns of a terminal that a run's name has at least.
 MOST_BYTES = 250_000  # Of lines of each run, of which there may be hundreds.
@@ -187,7 +186,7 @@ def write_picture(folder: Path, runs: Sequence[Summary]) -> Path | None:
         labels = [run.name for run in runs]
     rows = {label: run.rows for label, run in zip(labels, runs, strict=True)}
     metrics = dict.fromkeys(["train/loss", *(run.metric for run in runs)])
-    return plots.write_comparison(folder / PICTURE, rows, list(metrics))
+    return plots.write_comparison(folder / "comparison.png", rows, list(metrics))
 
 
 def show(folder: Path, runs: Sequence[Summary]) -> None:

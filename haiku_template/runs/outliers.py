@@ -102,14 +102,11 @@ class GradientNorms:
 
     def _warn(self, step: int, norm: float) -> None:
         self._warned = True
+        cause = oddity(self._trainer, lambda: self._blame(step))
         logger.warning(
-            "the gradient of step %d has norm %.3g, and %.3g is usual: %s; such a step "
-            "may spoil a model, and clip_norm bounds what it does. Further ones are "
-            "not named",
-            step,
-            norm,
-            self._usual,
-            oddity(self._trainer, lambda: self._blame(step)),
+            f"the gradient of step {step} has norm {norm:.3g}, and {self._usual:.3g} "
+            f"is usual: {cause}; such a step may spoil a model, and clip_norm bounds "
+            "what it does. Further ones are not named"
         )
 
     def _blame(self, step: int) -> str:

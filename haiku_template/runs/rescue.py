@@ -21,7 +21,6 @@ from haiku_template.runs import stopping
 from haiku_template.storage import workdir as workdirs
 
 LOCK_SECONDS, READY_SECONDS, LOOK_SECONDS = 2.0, 4.0, 0.05
-UNDER_WAY = "a step or a save is under way"
 ON_DISK_SECONDS = 10.0  # Of a save of process 0 that has begun.
 ENDING = "the run is ending by itself"
 
@@ -59,7 +58,7 @@ class RescuedRun:
         if (self._stop.received or self._stop.writes) and not is_held:
             return None, ENDING  # It has its own time: `FORCE_SECONDS`.
         if not is_held or self._stop.latest is None:
-            return None, UNDER_WAY
+            return None, "a step or a save is under way"
         leaves = jax.tree.leaves(self._stop.latest[1])
         if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
             return None, "the state was given to a step that failed"

@@ -76,11 +76,9 @@ def _warn_of_changes(
         logger.warning("config.json is not the one that step %d was saved with", step)
     if None not in (saved["batch"], now["batch"]) and saved["batch"] != now["batch"]:
         logger.warning(
-            "the batch of step %d is not what it was when step %d was saved: the data "
-            "changed, or the code that makes batches; the run goes on with those it "
-            "has now",
-            step + 1,
-            step,
+            f"the batch of step {step + 1} is not what it was when step {step} was "
+            "saved: the data changed, or the code that makes batches; the run goes on "
+            "with those it has now"
         )
 
 

@@ -103,11 +103,8 @@ def _is_foreign(record: logging.LogRecord) -> bool:
 
 def warn_of_removal(folder: Path, error: OSError) -> None:
     """Warns of older checkpoints, or of what failed saves left, that stay for now."""
-    logger.warning(
-        "an older checkpoint in %s is not removed, which the next save tries again: %s",
-        folder,
-        error,
-    )
+    fact = f"an older checkpoint in {folder} is not removed"
+    logger.warning(f"{fact}, which the next save tries again: {error}")
 
 
 def report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
