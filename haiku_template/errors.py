@@ -34,12 +34,11 @@ class _Sentence(Exception):
     def _render_traceback_(self) -> list[str]:  # IPython's name.
         """Makes the lines for a cell: those of the user's code, and the sentence."""
         frames = traceback.extract_tb(self.__traceback__)
-        files = {x.filename for x in frames if "site-packages" not in x.filename}
-        files = {name for name in files if not name.startswith(_OTHERS)}
+        frames = [x for x in frames if "site-packages" not in x.filename]
         lines = [
             f"{_place(x.filename)}, line {x.lineno}: {x.line}"
             for x in frames
-            if x.filename in files
+            if not x.filename.startswith(_OTHERS)
         ]
         sentence = f"{type(self).__name__}: {self}"
         return [*lines, sentence, *getattr(self, "__notes__", ())]

@@ -32,14 +32,11 @@ class NothingFits(ConfigError):
 
 
 class Candidate(NamedTuple):
-    """A changed config, and what its run needs; a budget of None was not compiled.
-
-    `size` is in bytes on each device: the peak, or what alone is beyond the limit.
-    """
+    """A changed config, and what its run needs."""
 
     changes: Changes
-    size: int
-    budget: Budget | None
+    size: int  # In bytes on each device: the peak, or what alone is beyond the limit.
+    budget: Budget | None  # None: it was not compiled.
     limit: int
 
     @property

@@ -16,14 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class FailedSaves:
-    """Count of the saves that failed in a row, of which the last of `most` is fatal.
-
-    `error` is that of the last save; None if it is on disk, or not known yet.
-    """
+    """Count of the saves that failed in a row, of which the last of `most` is fatal."""
 
     def __init__(self, most: int) -> None:
         self.most, self.count = most, 0
-        self.error: StorageError | None = None
+        self.error: StorageError | None = None  # Of the last save, once it is known.
 
     def note(self, error: StorageError) -> None:
         """Warns of a save that failed; raises `StorageError` for one too many."""
