@@ -165,8 +165,7 @@ def _restored(
         for (damaged, i), sentence in damages.items():
             name = checkpoints.set_aside(damaged) if places[i] is checkpoints else ""
             called = f"; it is called {name} now" * bool(name)
-            text = "%s%s, and the run goes on from step %d"
-            logger.warning(text, sentence, called, step)
+            logger.warning(f"{sentence}{called}, and the run goes on from step {step}")
         if places[place] is not checkpoints:
             text = "step %d is that of %s, and copied from there"
             logger.warning(text, step, places[place].directory)
