@@ -58,7 +58,9 @@ def verify(  # Why: docs/decisions/models.md#verify
     batch = trainer.experiment.data.train.batch(0)
     params, net_state = jax.tree.map(trainer.devices.fetch, trainer.merged(state))
     if trainer.recipe.plan.dtype != "float32":  # Frozen ones, or some, are bfloat16.
-        params = jax.tree.map(_widened, params)
+        params = jax.tree.map(
+            lambda x: x.astype(np.float32) if x.dtype == jnp.bfloat16 else x, params
+        )
     there = jax.tree.map(np.asarray, function(params, net_state, batch))
     if texts := [x for x in jax.tree.leaves(there) if x.dtype.kind in "OSUMm"]:
         raise ConfigError(f"the function returns {texts[0]!r:.60}, and no numbers")
@@ -82,10 +84,6 @@ def verify(  # Why: docs/decisions/models.md#verify
             f"{len(wrong)} of {len(comparisons)} differ by more than {tolerance:g} of "
             f"their largest value; most of all {worst}"
         )
-
-
-def _widened(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
 
 
 def _compare(here: dict[str, Any], there: dict[str, Any]) -> Iterator[Comparison]:

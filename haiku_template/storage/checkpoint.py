@@ -356,7 +356,8 @@ class Checkpoints:
                 for step in metrics.keys() - self.preserved(metrics):
                     remove(self.directory / str(step))
             except OSError as error:
-                failures.warn_of_removal(self.directory, error)
+                fact = f"an older checkpoint in {self.directory} is not removed"
+                logger.warning(f"{fact}, which the next save tries again: {error}")
             if self.mirror is not None:
                 self.mirror.update()
 

@@ -98,12 +98,6 @@ def _is_foreign(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def warn_of_removal(folder: Path, error: OSError) -> None:
-    """Warns of older checkpoints, or of what failed saves left, that stay for now."""
-    fact = f"an older checkpoint in {folder} is not removed"
-    logger.warning(f"{fact}, which the next save tries again: {error}")
-
-
 def report_unabandoned(report: Callable[[Any], object], unraisable: Any) -> None:
     """Reports an exception, but not of reads and writes that Orbax abandoned."""
     code = getattr(unraisable.object, "cr_code", None)  # Of a coroutine.
