@@ -186,8 +186,12 @@ def preamble(trainer: Any, state: Any, report: Any, start: int, hooks: Any) -> l
         f"batch     {feed.batch_size} examples, {share} on each device{calls}",
         f"data      {feed.placement}",
         f"workdir   {report.workdir}{resumed}",
-        *[f"init      {some(from_batch, 6)}, from the first batch"] * bool(from_batch),
+        *([_of_the_batch(from_batch)] if from_batch else []),
     ]
+
+
+def _of_the_batch(paths: Sequence[str]) -> str:
+    return f"init      {some(paths, 6)}, from the first batch"
 
 
 def parameter_tables(params: Any) -> tuple[Table, Table]:
