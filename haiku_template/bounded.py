@@ -34,14 +34,20 @@ def contents(path: Path, most: int = MOST) -> bytes:
 
 
 def lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Iterates over a regular file's lines from the byte `start`; raises `OSError`."""
+    """Iterates over a regular file's lines from the byte `start`; raises `OSError`.
+
+    One of more than `MOST` bytes comes in pieces of so many.
+    """
     with opened(path) as file:
         file.seek(start)
         yield from iter(lambda: file.readline(MOST), b"")  # A longer one in pieces.
 
 
 def parse(text: str | bytes, kind: type = object, pairs: Any = None) -> Any:
-    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind."""
+    """Parses JSON; raises `ValueError` if it is damaged, deep, or of another kind.
+
+    `pairs` makes each object of its (key, value) pairs, by default a dictionary.
+    """
     text = text.decode() if isinstance(text, bytes) else text
     try:
         value = json.loads(text, object_pairs_hook=pairs)

@@ -120,7 +120,10 @@ signals.CALLED.append(lambda *_: jax_doctor.end_children())
 
 
 def device_manager(num_devices: int | None = None) -> "DeviceManager":
-    """Imports JAX and picks the devices of the flags, else the first `num_devices`."""
+    """Imports JAX and picks the devices that the flags ask for, or says why not.
+
+    `num_devices` counts where no flag does; None means all.
+    """
     device = "cpu" if FLAGS.simulate_devices else FLAGS.device
     for finding in jax_doctor.check_environment(device):  # JAX's errors mislead.
         if finding.severity == "error" and FLAGS.fallback != "cpu":
@@ -236,7 +239,10 @@ def list_targets() -> None:
 
 
 def open_run(num_devices: int | None = None) -> "Run":
-    """Opens the run that the flags name; raises `ConfigError` before JAX starts."""
+    """Opens the run that the flags name, on the devices that they ask for.
+
+    Raises `ConfigError` without a run, before JAX starts, or `DeviceError`.
+    """
     need("workdir")
     experiment = None
     if (processes := _processes()) is not None and processes[1] > 1:
@@ -258,6 +264,7 @@ def open_run(num_devices: int | None = None) -> "Run":
 def run(main: Callable[..., None], arguments: bool = False) -> None:
     """Parses the flags, calls `main` and exits; users' mistakes show no traceback.
 
+    An exception with an `exit_code` is a sentence for the user, another is a defect.
     With `arguments`, `main` gets the words that are no flags.
     """
 

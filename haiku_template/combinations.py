@@ -102,7 +102,10 @@ def _literal(text: str) -> Any:
 
 
 def shares(device: str, count: int) -> list[str]:
-    """Shares what `--device` lists, each accelerator once; "" leaves it, on CPUs."""
+    """Shares the devices that `--device` lists; "" leaves it as it is, on CPUs.
+
+    Raises `ConfigError` where processes would have the same accelerators.
+    """
     platform, colon, numbers = device.partition(":")
     cards = [number for number in numbers.split(",") if number]
     has_cards = any(Path("/dev").glob("nvidia[0-9]*"))

@@ -147,7 +147,10 @@ class Interrupted(_Sentence, RuntimeError):
 def near(
     name: str, names: Iterable[str], template: str = NEAREST, cutoff: float = 0.6
 ) -> str:
-    """Formats `template` with the most similar name, capitals aside; "" without one."""
+    """Formats `template` with the most similar of the names; "" if none is similar.
+
+    Capitals do not count.
+    """
     originals = {x.casefold(): x for x in itertools.islice(names, 1000)}
     matches = difflib.get_close_matches(name.casefold(), originals, 1, cutoff)
     return template.format(originals[matches[0]]) if matches else ""
@@ -173,8 +176,10 @@ def printable(text: str) -> str:
 def download(path: str | Path, kind: str = "model") -> str:
     """Names the command that downloads a Hugging Face id; "" for what looks like none.
 
-    `path` does not exist: ORG/NAME, where no folder is ORG, or the name of a model of
-    GPT-2. `kind` is the hub's `model` or `dataset`.
+    Args:
+      path: what was asked for and does not exist: ORG/NAME, where no folder is ORG, or
+        the name of a model of GPT-2.
+      kind: the hub's `model` or `dataset`.
     """
     match = HUB_ID.fullmatch(str(path))
     if not match or Path(path).suffix in FILE_ENDINGS:

@@ -109,9 +109,10 @@ def stand_ins(*packages: str, **attributes: Mapping[str, Any]) -> Iterator[None]
     What is installed is imported as ever. Behind the context they are gone again, so
     that nobody else takes them for real; who has imported them keeps their names.
 
-    `packages` are names, such as `tensorflow`, or `alphafold.model.tf`; what is in them
-    is there, too. What a package must really have is given by its name:
-    `tree={"map_structure": f}`.
+    Args:
+      packages: names, such as `tensorflow`, or `alphafold.model.tf`; what is in them
+        is there, too.
+      attributes: of a package, what it must really have: `tree={"map_structure": f}`.
     """
     finder = _Finder(dict.fromkeys(packages, {}) | attributes)
     sys.meta_path.append(finder)  # The last to be asked.

@@ -44,7 +44,10 @@ def _users(key: str, name: str, table: Iterable[str]) -> Callable:
 
 
 def check_name(key: str, name: str, table: Iterable[str]) -> str:
-    """Checks a name without importing it; returns `config.KEY.name=NAME` for errors."""
+    """Raises `ConfigError` for a name that is in no table and none of a user's.
+
+    Imports nothing. Returns `config.KEY.name=NAME`, for other errors.
+    """
     if not key.startswith("--"):  # A flag.
         key = f"config.{key}" + ".name" * ("." not in key and key not in LISTS)
     setting = f"{key}={name!r}"

@@ -33,7 +33,10 @@ def config_file(name: str) -> Path | None:
 
 
 def with_shipped(argv: list[str], file: Path) -> list[str] | None:
-    """Names the shipped config in place of a file that is not here; None for none."""
+    """Names the shipped config in place of a file that is not here; None for none.
+
+    Such configs may import one another, as `configs.NAME`.
+    """
     if (found := config_file(str(file))) is None:
         return None
     sys.path.append(str(found.parents[1]))  # They may import one another.

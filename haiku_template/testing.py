@@ -107,7 +107,10 @@ def assert_devices_agree(
 def assert_resumes_bitwise(
     config: config_dict.ConfigDict, workdir: Path, num_steps: int = 6
 ) -> None:
-    """Asserts that a run, stopped and resumed, has the same state and metrics."""
+    """Asserts that a run stopped half-way and resumed ends bitwise as without the stop.
+
+    State and metrics are compared.
+    """
     state, rows = _train(config, workdir / "whole", num_steps)
     # Each is built anew, as by another process: only the checkpoint is shared.
     _train(config, workdir / "parts", num_steps, stop=num_steps // 2)

@@ -290,7 +290,8 @@ def check_budget(
 ) -> Budget:
     """Computes `memory_budget`, asserts that it fits, and warns of large constants.
 
-    `ConfigError` names the largest leaves, and what would fit, found by compiling.
+    `ConfigError` names the largest leaves, and what would fit, found by compiling:
+    rematerialized modules, or the smallest `accumulate_steps`.
     """
     budget = memory_budget(trainer, limit, starts=starts)
     if trainer.layout.rules:
@@ -323,7 +324,10 @@ def print_budget(trainer: Trainer, limit: int | None = None) -> None:
 
 
 def print_targets(trainers: dict[str, Trainer], limit: int | None = None) -> None:
-    """Prints what a run needs of each target's memory, or a `limit`, and if it fits."""
+    """Prints a row for each target: what a run needs of its memory, and if it fits.
+
+    `limit` is in bytes on each device, in place of the targets' own.
+    """
     rows = []
     for target, trainer in trainers.items():
         devices, state = trainer.devices, device_bytes(trainer.abstract)

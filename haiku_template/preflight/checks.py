@@ -38,8 +38,9 @@ def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
 def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
     """Traces a run for faults before step 0.
 
-    Raises `PlacementError` for a norm that is not averaged over the devices, and
-    `ConfigError` for a metric that is not measured, or a batch that is not divided.
+    Raises:
+      PlacementError: a norm is not averaged over the devices.
+      ConfigError: a metric that the run needs is not measured, or a batch not divided.
     """
     if IMPORTING:
         raise ConfigError(

@@ -120,7 +120,8 @@ def keep(
 ) -> None:
     """Saves the fingerprint of a new run; asserts that a resumed run has the same.
 
-    Processes compare theirs also where a config says it all.
+    `ConfigError` names the parts of the mathematics or the data that changed, or differ
+    between processes, also where a config says it all.
     """
     processes = trainer.devices.processes
     if processes.count > 1:

@@ -66,8 +66,10 @@ class Candidate(NamedTuple):
 def candidates(build: Build, workdir: Path, limit: int) -> Iterator[Candidate]:
     """Yields changed configs with what they need, the cheapest first; ends if one fits.
 
-    `build` makes the trainer of a changed config; `limit` is in bytes on each device.
-    A run that resumes in `workdir` makes no first state.
+    Args:
+      build: makes the trainer of a config with these changes.
+      workdir: of the run, which does not make its first state where it resumes.
+      limit: bytes on each device.
     """
     trainer, starts = build({}), not has_checkpoints(workdir)
     for changes in _of_stored(trainer):

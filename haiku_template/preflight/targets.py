@@ -54,12 +54,16 @@ def target_devices(
 ) -> DeviceManager:
     """Makes a manager of GPUs that are not here, for programs to be compiled alone.
 
-    `text` is a card of `CARDS`, or a file with one as XLA's GpuTargetConfigProto in
-    text, and perhaps a number of them, as in `h100x8`. The run may take a share of a
-    card's memory, None for JAX's; `gpu_memory` may be `unified:2.0`, twice of it.
-    Raises `ConfigError` for no such card or file, or not one of XLA's; `DeviceError` if
-    JAX's CUDA plugin is not installed, or of another version, if JAX has started on
-    other flags, or for a share that is none.
+    Args:
+      text: a card of `CARDS`, or a file with one as XLA's GpuTargetConfigProto in text;
+        and perhaps a number of them, as in `h100x8`.
+      memory_fraction: share of a card's memory that the run may take; None for JAX's.
+      gpu_memory: `unified:2.0`, for twice a card's memory, the host's beyond it.
+
+    Raises:
+      ConfigError: no such card or file, or not one of XLA's.
+      DeviceError: JAX's CUDA plugin is not installed, or of another version; JAX has
+        started on other flags; or the share is none.
     """
     is_one = text in CARDS or Path(text).is_file()
     several = None if is_one else re.fullmatch(r"(.+)x(\d+)", text)

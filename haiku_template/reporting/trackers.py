@@ -33,7 +33,10 @@ PACKAGES = ("mlflow", "wandb")  # Of others, imported when a config names them.
 
 
 def by_name(names: Sequence[str]) -> tuple[Callable[..., Any], ...]:
-    """Looks up `config.writers`; `ConfigError` if unknown, or not installed."""
+    """Looks up `config.writers`, by a name of the table or as `module:function`.
+
+    Raises `ConfigError` for an unknown name, and for a package that is not installed.
+    """
     for name in filter(PACKAGES.__contains__, names):
         need_package(name, f"config.writers={name!r} needs the package {name}", name)
     return tuple(resolve("writers", name, WRITERS) for name in names)

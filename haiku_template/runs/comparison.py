@@ -38,7 +38,10 @@ class Summary(NamedTuple):
 def summarize_run(
     workdir: Path, name: str = "", metric: str | None = None, mode: str | None = None
 ) -> Summary:
-    """Summarizes a workdir, by default by the run's own metric and mode."""
+    """Summarizes one workdir; metric and mode are by default the run's own.
+
+    Raises `ConfigError` if its config cannot be read.
+    """
     values = configs.completed(workdirs.read_json(workdir / workdirs.CONFIG))
     if metric is None:
         ranks = workdirs.ranks(workdir)
@@ -81,7 +84,10 @@ def state_of(workdir: Path, values: dict[str, Any], rows: list[dict[str, Any]]) 
 def summarize_runs(
     folder: Path, metric: str | None = None, mode: str | None = None
 ) -> list[Summary]:
-    """Summarizes the runs below a folder, the best first; `ConfigError` without any."""
+    """Summarizes all runs below a folder, sorted by their best values, then by name.
+
+    Raises `ConfigError` if there are none.
+    """
     # A workdir may be a link, behind which `rglob` does not look.
     deep, linked = (folder.glob(f"{x}/{workdirs.RUN}") for x in ("**", "*"))
     files = [*sorted(deep), *sorted(linked)] if folder.is_dir() else []

@@ -30,8 +30,10 @@ def explained(
 ) -> MemoryFullError:
     """Prints the largest arrays alive; makes the error that says what would fit.
 
-    The frames of `error`, XLA's, keep the arrays of the run alive. `build` is as for
-    `preflight.fit`, and a `limit` of None asks JAX, on CPUs the machine.
+    Args:
+      error: of XLA's, whose frames keep the arrays of the run alive.
+      build: makes the trainer of a changed config, as for `preflight.fit`.
+      limit: bytes on each device; None asks JAX, on CPUs the machine.
     """
     devices, reason = trainer.devices, str(error).strip().split("\n")[0]
     arrays = [x for x in jax.live_arrays() if not x.is_deleted()]

@@ -212,7 +212,10 @@ class Guards:
         return ""
 
     def evaluated(self, step: int, metrics: dict[str, float], state: Any) -> None:
-        """Raises unless the loss is finite: `EvaluationError` where the state is."""
+        """Raises `NonFiniteError` if the loss of an evaluation is infinite or NaN.
+
+        It is an `EvaluationError` where the state is finite, which may be saved.
+        """
         if not math.isfinite(metrics["eval/loss"]):
             self._check(step, state)
             fault = f"the evaluation's loss after step {step} is infinite or NaN"

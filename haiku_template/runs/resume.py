@@ -185,7 +185,10 @@ def _restored(
 
 
 def resumed(trainer: Trainer, workdir: Path, config: dict[str, Any]) -> Trainer:
-    """Writes the config of a resumed run; makes its trainer, as `--rewind` said."""
+    """Trainer of a run that resumes, without the steps that `--rewind` left out.
+
+    Writes the config, of which keys may have changed.
+    """
     workdirs.update_config(workdir, config)
     if not (steps := workdirs.left_out(workdir)):
         return trainer

@@ -35,7 +35,10 @@ def record(workdir: Path, dataset: Any, steps: Collection[int]) -> None:
 
 
 def steps_of(text: str, workdir: Path) -> set[int]:
-    """Reads steps to leave out: `auto`, those recorded, or `812,815:820`, ends too."""
+    """Reads `auto`, the recorded steps if any, or numbers such as `812,815:820`.
+
+    Both ends of an interval are left out. Raises `ConfigError`.
+    """
     if text == AUTO:
         return {*workdirs.left_out(workdir, RECORD, "steps")}
     steps: set[int] = set()

@@ -11,7 +11,10 @@ FAILED_SECONDS = 30.0  # After a save that failed, and as many more after each o
 
 
 class SaveTimer:
-    """Clock of saves: one is due `minutes` after the last began, once it is on disk."""
+    """Clock of saves: one is due `minutes` after the last began, once it is on disk.
+
+    With 0 minutes the next begins when the last is on disk.
+    """
 
     # Why: docs/decisions/storage.md#save-minutes
     def __init__(

@@ -57,7 +57,11 @@ def export_stablehlo(run: Run, output: Path, batch_size: int | None = None) -> i
 
 
 def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
-    """Outputs [B, ...] as a function of the inputs, and inputs of the largest shape."""
+    """Outputs [B, ...] as a function of the inputs, and inputs of the largest shape.
+
+    Raises `ConfigError` for parameters that are too large for a file of a program, and
+    outputs that depend on a PRNG key.
+    """
     model, variables = run.model()
     variables = run.devices.fetch(variables)
     if (size := hk.data_structures.tree_bytes(variables[:2])) >= MOST_BYTES:

@@ -126,7 +126,10 @@ class StopSignals:
 
     @contextlib.contextmanager
     def saving(self, run: Any) -> Iterator[None]:
-        """Context of the loop: the state is saved before an error, if not `UNSAVED`."""
+        """Context of the loop: the state is saved before an error, but not `UNSAVED`.
+
+        So it is by the thread that obeys in place of the loop.
+        """
         self.run, self.save = run, run.save_latest
         runtime = self._runtime
         try:

@@ -403,11 +403,12 @@ class Checkpoints:
 
         `abstract` is a pytree of `jax.ShapeDtypeStruct` with shardings, on any devices:
         of the complete state, or of one `field`, such as `params`, less the leaves
-        (`module/name`) in `skip`. What `saved(step)` listed is not listed again.
+        (`module/name`) in `skip`. `saved` is what `saved(step)` listed, if it did.
 
-        Raises `DamagedError` if its bits are not those that were saved, or cannot be
-        read; and `StorageError`, before anything is loaded, if there is no such step,
-        or one of another structure, with the leaves that differ.
+        Raises:
+          DamagedError: its bits are not those that were saved, or cannot be read.
+          StorageError: no such step, or one of another structure: lists the leaves
+            that differ. Nothing is loaded then.
         """
         saved = self.saved(step) if saved is None else saved
         # Paths are alike for tuples and for Orbax's lists.
@@ -465,8 +466,9 @@ class Checkpoints:
     def saved(self, step: int) -> dict[str, Any]:
         """Lists a checkpoint's shapes and dtypes by field.
 
-        Raises `DamagedError` if it cannot be read, is not what was saved, or of another
-        run, and `StorageError` if there is no such step.
+        Raises:
+          DamagedError: it cannot be read, is not what was saved, or of another run.
+          StorageError: no such step.
         """
         if step not in self.steps:
             raise StorageError(
@@ -563,8 +565,11 @@ def restore(
 
     The run may be alive. `which` is `latest`, `best`, `BEST_OR_LATEST`, or a step. If
     the latest is damaged, it is the newest that is whole, with a warning.
-    Raises `ConfigError` if there is no such checkpoint, `DamagedError` if it is
-    damaged, and `StorageError` if it does not fit.
+
+    Raises:
+      ConfigError: no such checkpoint.
+      DamagedError: it is damaged.
+      StorageError: it does not fit.
     """
     workdirs.check_path(workdir)
     try:

@@ -145,7 +145,10 @@ def bits(array: Any) -> np.ndarray:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Reads a checkpoint's manifest, None without one; `ValueError` if damaged."""
+    """Reads the manifest of a checkpoint; None for one that was saved without.
+
+    Raises `ValueError` if it is damaged.
+    """
     try:
         manifest = bounded.read_json(folder / MANIFEST / MANIFEST, most=MOST_BYTES)
     except FileNotFoundError:
@@ -178,7 +181,10 @@ def forms(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def altered(manifest: dict[str, Any], state: Any) -> list[str]:
-    """Paths of leaves whose bits are not those of the save, without `unaligned`'s."""
+    """Paths of the leaves of a restored state whose bits are not those of the save.
+
+    But for those that `unaligned` gives.
+    """
     skipped = {*unaligned(manifest, state)}
     leaves = {k: leaf for k, leaf in flatten(state).items() if k not in skipped}
     return [k for k, leaf in leaves.items() if _is_altered(k, leaf, manifest)]

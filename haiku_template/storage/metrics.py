@@ -36,7 +36,8 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
     """Writes metrics.jsonl and TensorBoard events; called with a step and its metrics.
 
     A run that resumes from step `start` (0 for a new one) removes the lines after it,
-    so that the file is the same as if it had never stopped. No write error ends a run.
+    so that the file is the same as if it had never stopped. A write error is logged
+    once, and ends no run.
     """
 
     def __init__(self, workdir: Path, start: int) -> None:

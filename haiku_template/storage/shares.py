@@ -15,7 +15,10 @@ from haiku_template.storage import trees
 
 
 def altered(folder: Path, manifest: dict[str, Any], paths: Collection[str]) -> set[str]:
-    """Paths of the leaves in an Orbax tree whose bits are not those of the manifest."""
+    """Paths of the leaves in an Orbax tree whose bits are not those of the manifest.
+
+    Raises `ConfigError` for a tree that is damaged.
+    """
     leaves = [leaf for leaf in trees.leaves(folder) if leaf.name in paths]
     return {leaf.name for leaf in leaves if _is_altered(leaf, manifest)}
 

@@ -35,7 +35,10 @@ class Leaf(NamedTuple):
 
 
 def is_tree(source: Path) -> bool:
-    """Tests for the folder of a tree, or of several; `ConfigError` for one of steps."""
+    """Tests for the folder of a tree, or of several that were saved together.
+
+    Raises `ConfigError` for a folder of steps.
+    """
     return bool(_items(source))
 
 
