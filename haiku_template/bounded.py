@@ -1,9 +1,11 @@
 """Files that others may have written: regular ones, read up to a size and a depth.
 
-A fifo is not waited for, a device is not read, and JSON is no deeper than what recurses
-over it can take. Why: docs/decisions/storage.md#bounds
+What cannot be looked at is not taken for absent. A fifo is not waited for, a device is
+not read, and JSON is no deeper than what recurses over it can take.
+Why: docs/decisions/storage.md#bounds
 """
 
+import errno
 import json
 import os
 import stat
@@ -12,7 +14,37 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST, DEPTH = 2**24, 100  # Bytes of a file; levels of JSON.
+ABSENT = errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP
 DEEP = f"it is nested too deeply: {DEPTH} levels are read"
+
+
+def exists(path: str | Path) -> bool:
+    """Tests for a file or a folder; raises `OSError` where neither can be known.
+
+    A path that may not be looked at is not one without a file, as Python 3.14 has it.
+    """
+    return _mode(path) != 0
+
+
+def is_file(path: str | Path) -> bool:
+    """Tests for a regular file; raises as `exists`."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_dir(path: str | Path) -> bool:
+    """Tests for a folder; raises as `exists`."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str | Path) -> int:
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+    except ValueError:  # A null byte.
+        pass
+    return 0
 
 
 def opened(path: Path, mode: str = "rb", flags: int = os.O_RDONLY) -> BinaryIO:

@@ -22,6 +22,7 @@ from ml_collections.config_flags import config_path
 
 import jax_doctor
 from haiku_template import cluster, config, program_cache, registry, shipped, signals
+from haiku_template.bounded import is_file
 from haiku_template.errors import (
     MEANT,
     ConfigError,
@@ -353,7 +354,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         argv = FLAGS.read_flags_from_files(argv, force_gnu=False)
         argv = NONE.sub(r"\1=None", HOME.sub(_at_home, "\0".join(argv))).split("\0")
         file = _config_file(argv)
-        if file and not file.is_file():
+        if file and not is_file(file):
             argv, file = _shipped(argv, file)
         argv = _without_overridden(argv) if any(map(LITERAL.fullmatch, argv)) else argv
         literals = {x: match for x in argv if (match := LITERAL.fullmatch(x))}

@@ -185,7 +185,7 @@ def download(path: str | Path, kind: str = "model") -> str:
     if not match or Path(path).suffix in FILE_ENDINGS:
         return ""
     known = GPT2 if kind == "model" else ()
-    if Path(match[1]).exists() if match[1] else match[2] not in known:
+    if os.path.exists(match[1]) if match[1] else match[2] not in known:
         return ""
     option = "" if kind == "model" else f" --repo-type {kind}"
     return (

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from haiku_template import shipped
+from haiku_template.bounded import exists
 
 
 def main(words: list[str]) -> int:
@@ -38,7 +39,7 @@ def main(words: list[str]) -> int:
     if (home := shipped.folder("notebooks" if copies else "skeleton")) is None:
         return _refuse("this installation has neither notebooks nor a skeleton")
     if copies:
-        if Path(copies[0]).exists():
+        if exists(copies[0]):
             return _refuse(f"{copies[0]} exists, and nothing is overwritten")
         partial = Path(copies[0]).with_name(f"{Path(copies[0]).name}.{os.getpid()}")
         try:

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from haiku_template.bounded import is_dir
+
 LARGEST = 2**30  # Bytes of all files.
 MOST = 2000  # Files: each start looks at all of them.
 SECONDS = "jax_persistent_cache_min_compile_time_secs"
@@ -81,7 +83,7 @@ def prune(folder: Path, largest: int, most: int) -> None:
     files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # Another process removed it.
-            if not path.is_dir():
+            if not is_dir(path):
                 facts = path.stat()
                 files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
     total = 0

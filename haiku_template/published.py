@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from haiku_template.bounded import is_dir, is_file
 from haiku_template.errors import ConfigError
 
 
@@ -136,7 +137,7 @@ def import_module(name: str, folder: str | Path) -> ModuleType:
     """
     names = name.split(".")
     file = Path(folder, *names)
-    if not file.with_suffix(".py").is_file() and not file.is_dir():
+    if not is_file(file.with_suffix(".py")) and not is_dir(file):
         raise ConfigError(f"{folder} holds no {'/'.join(names)}.py to import {name} of")
     parent = None
     for n in range(1, len(names)):

@@ -5,13 +5,15 @@ import re
 import sys
 from pathlib import Path
 
+from haiku_template.bounded import is_dir, is_file
+
 CLONE = Path(__file__).parents[1]
 SHARE = "share/haiku_template/"
 
 
 def folder(name: str) -> Path | None:
     """Finds `configs`, `skeleton` or `notebooks`; None where neither has it."""
-    if (CLONE / "setup.cfg").is_file() and (CLONE / name).is_dir():
+    if is_file(CLONE / "setup.cfg") and is_dir(CLONE / name):
         return CLONE / name
     try:
         files = importlib.metadata.files("haiku_template") or []
@@ -29,7 +31,7 @@ def config_file(name: str) -> Path | None:
     match = re.fullmatch(r"(?:configs/)?(\w+)(?:\.py)?", name)
     home = match and folder("configs")
     file = home and home / f"{match[1]}.py"
-    return file if file and file.is_file() else None
+    return file if file and is_file(file) else None
 
 
 def with_shipped(argv: list[str], file: Path) -> list[str] | None:

@@ -16,6 +16,7 @@ from importlib import machinery
 from pathlib import Path
 from typing import Any
 
+from haiku_template.bounded import exists
 from haiku_template.errors import ConfigError
 
 # Once in a process: commands read a run's config before they open it.
@@ -131,12 +132,12 @@ def _roots(names: Iterable[str]) -> Iterator[Path]:
     """Folders and files of `--trust`; raises `ConfigError` for what is not there."""
     for name in map(str, names):
         path, files = Path(name).expanduser(), files_of(name)
-        if not files and not path.exists():
+        if not files and not exists(path):
             raise ConfigError(
                 f"--trust={name} is neither a path nor a module that is found from "
                 f"{Path.cwd()}"
             )
-        if path.exists():
+        if exists(path):
             yield path
         if files:
             yield files[-1].parent if files[-1].stem == "__init__" else files[-1]
@@ -161,7 +162,7 @@ def _is_installed(file: Path, root: Path, top: Path) -> bool:
         inner = [folder for folder in parents if way(root) in folder.parents]
         if any(folder.name in SITES or folder in folders for folder in below):
             return True
-        if any((folder / VENV).exists() for folder in inner):
+        if any(exists(folder / VENV) for folder in inner):
             return True
     return False
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import haiku as hk
 import numpy as np
 
+from haiku_template.bounded import is_file
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, near
 from haiku_template.models import Rule
@@ -183,7 +184,7 @@ def export(
         files[FILE] = Path(coder.name).read_bytes()
     if source is not None:
         beside = Path(source, FILE)
-        is_same = beside.is_file() and beside.read_bytes() == files.get(FILE)
+        is_same = is_file(beside) and beside.read_bytes() == files.get(FILE)
         files = None if is_same or not coder else files
     if family is gpt.family:
         config["vocab_size"] = arguments["num_outputs"]
@@ -257,7 +258,7 @@ def export_like(
         str(path.relative_to(source)): path.read_bytes()
         for pattern in BESIDE
         for path in source.glob(pattern)
-        if path.is_file() and path.name != tensors.INDEX
+        if is_file(path) and path.name != tensors.INDEX
         if files is None or not OF_TOKENIZER.match(path.name)
     } | (files or {})
     if config:

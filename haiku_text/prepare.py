@@ -9,6 +9,7 @@ from pathlib import Path
 from absl import flags
 
 from haiku_template import cli, signals
+from haiku_template.bounded import exists, is_dir
 from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError, StorageError
 from haiku_text.data import documents
@@ -157,10 +158,10 @@ def _check_paths(tokenizer: Path, beside: Path, outputs: list[Path]) -> None:
     if len({path.resolve() for path in outputs}) < len(outputs):
         raise ConfigError(f"--output and --validation_output are both {outputs[0]}")
     for path in [*outputs, *[tokenizer, beside] * (FLAGS.train_vocab_size is not None)]:
-        if path.exists():
+        if exists(path):
             hint = ", or leave out --train_vocab_size to use it" * (path == tokenizer)
             raise ConfigError(f"{path} exists; remove it, or name another file{hint}")
-        if not path.parent.is_dir():
+        if not is_dir(path.parent):
             raise ConfigError(f"the folder {path.parent} of {path.name} does not exist")
         if path in outputs and path.suffix != ".safetensors":
             raise ConfigError(f"{path} must end in .safetensors, which is its format")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from haiku_template.bounded import exists
 from haiku_template.errors import ConfigError
 from haiku_template.errors import printable as printable
 
@@ -56,7 +57,7 @@ def announced(workdir: str | Path | None) -> Iterator[Start]:
         yield Start(start.id, _variable())
         return
     workdir = Path(workdir)
-    file, is_new = _file(workdir, start.id), not workdir.exists()
+    file, is_new = _file(workdir, start.id), not exists(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         _write(file, start.key)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from haiku_template.bounded import exists, is_dir
 from haiku_template.data.dataset import (
     Data,
     Rows,
@@ -58,13 +59,13 @@ def read_examples(
         raise ConfigError(f"--inputs= is empty; {POSSIBLE}")
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
-    if not path.exists() and ":" in name:
+    if not exists(path) and ":" in name:
         made = resolve("--inputs", name, {})()
         return Examples(as_dataset(made, data, batch_size, whole_batch=whole_batch))
     if suffix in TABLES and data.read is not None:
         return Examples(data.read(path))
     like = each_shape(data.train)[0]
-    if path.is_dir():
+    if is_dir(path):
         if not (isinstance(like, Mapping) and hasattr(like.get("inputs"), "shape")):
             raise ConfigError(
                 f"--inputs={path} holds pictures, one array, and a batch of the run "
@@ -82,7 +83,7 @@ def read_examples(
     }
     if suffix not in readers:
         fault = f"--inputs={name} is of no kind that is read here"
-        if not path.exists():
+        if not exists(path):
             near = ", ".join(sorted(x.name for x in path.parent.glob("*"))[:8])
             fault = f"--inputs={path} does not exist; {path.parent} holds {near}"
         raise ConfigError(f"{fault}; {POSSIBLE}")

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from safetensors import safe_open
 
+from haiku_template.bounded import exists, is_dir, is_file
 from haiku_template.data.dataset import check_memory
 from haiku_template.data.trees import nested
 from haiku_template.errors import ConfigError
@@ -75,7 +76,7 @@ def data_path(path: str | None, name: str, description: str, key: str = "path") 
 def read_with(path: Path, reader: Callable[[Path], T]) -> T:
     """Runs a reader on a file; turns any error into a `ConfigError` that names it."""
     try:
-        if path.is_file():
+        if is_file(path):
             return reader(path)
     except ConfigError:
         raise
@@ -87,8 +88,8 @@ def read_with(path: Path, reader: Callable[[Path], T]) -> T:
         raise ConfigError(f"the data file {path} {problem}") from error
     near = sorted(p.name for p in path.parent.glob("*"))[:8]
     there = f"{path.parent} holds {', '.join(near)}" if near else "nothing is there"
-    problem = "is no regular file" if path.exists() else "does not exist"
-    problem = "is a directory" if path.is_dir() else problem
+    problem = "is no regular file" if exists(path) else "does not exist"
+    problem = "is a directory" if is_dir(path) else problem
     raise ConfigError(f"the data file {path} {problem}; {there}")
 
 
@@ -155,7 +156,7 @@ def read_npy(directory: Path) -> Split:
         folder = directory / name
         leaves = {x.stem: read_with(x, read) for x in folder.glob("[!.]*.npy")}
         file = directory / f"{name}.npy"
-        if leaves and file.exists():
+        if leaves and exists(file):
             raise ConfigError(f"there are {file} and {folder}, and one is needed")
         return nested(leaves) or read_with(file, read)
 
@@ -207,7 +208,7 @@ def read_mnist(directory: Path) -> Split:
 
     def array(name: str) -> np.ndarray:
         plain = directory / name
-        return read_idx(plain if plain.is_file() else directory / f"{name}.gz")
+        return read_idx(plain if is_file(plain) else directory / f"{name}.gz")
 
     return Split(
         array("train-images-idx3-ubyte")[..., None],

@@ -14,7 +14,7 @@ from typing import Any
 import haiku as hk
 import numpy as np
 
-from haiku_template.bounded import parse, read_json
+from haiku_template.bounded import exists, is_dir, is_file, parse, read_json
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, download
 from haiku_template.finetuning.lora import Lora
@@ -89,8 +89,8 @@ def load_adapters(  # Why: docs/decisions/finetuning.md#adapters
     `ConfigError` if the file is damaged, has no adapters, or those of other frozen
     parameters, rank, alpha, axes or shapes.
     """
-    file = Path(file) / ADAPTERS if Path(file).is_dir() else Path(file)
-    if not file.is_file():
+    file = Path(file) / ADAPTERS if is_dir(file) else Path(file)
+    if not is_file(file):
         raise ConfigError(
             f"{file} is not there; python -m haiku_template.export --format=adapters "
             "writes such a file from a run" + download(file)
@@ -127,7 +127,7 @@ def check_same_frozen(devices: DeviceManager, frozen: hk.Params, workdir: Path) 
     if not frozen:
         return
     digest = fingerprint(devices, frozen)  # Why: docs/decisions/finetuning.md#hash
-    if not (file.exists() and has_checkpoints(workdir)):
+    if not (exists(file) and has_checkpoints(workdir)):
         with dispensable(file):
             write_json(file, {"sha256": digest})
         return

@@ -11,7 +11,7 @@ import haiku as hk
 import numpy as np
 
 from haiku_template import pretrained
-from haiku_template.bounded import read_json
+from haiku_template.bounded import exists, is_dir, is_file, read_json
 from haiku_template.config import load
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import (
@@ -60,13 +60,13 @@ def open_source(
         return None
     check_readable(init_from)
     path, finetuning = Path(init_from), finetuning or Finetuning()
-    if (path / ADAPTERS).is_file():
+    if is_file(path / ADAPTERS):
         raise ConfigError(
             f"config.init_from={init_from} holds adapters and no whole model; give the "
             "source of their frozen parameters there, and the adapters as "
             "config.finetuning.adapters"
         )
-    if (path / CHECKPOINTS).is_dir():
+    if is_dir(path / CHECKPOINTS):
         marked = [x for x in finetuning.fresh if x.startswith(pretrained.MARK)]
         of_files = finetuning._asdict() | {"fresh": marked}
         for key in ("rename", "ignore", "fresh"):
@@ -76,7 +76,7 @@ def open_source(
                     f"config.init_from={init_from} is a workdir"
                 )
         return _of_workdir(path, devices)
-    if is_folder(init_from) and (family or (path / CONFIG).exists()):
+    if is_folder(init_from) and (family or exists(path / CONFIG)):
         _describe(path, family)
     names = pretrained.Names(finetuning.rename, finetuning.ignore, finetuning.fresh)
     rules = family.rules if family else ()
@@ -92,7 +92,7 @@ def check_readable(init_from: str) -> None:
     """Raises `ConfigError` unless something is at `config.init_from`."""
     if init_from and os.access(Path(init_from), os.R_OK):
         return
-    is_there = init_from and Path(init_from).exists()
+    is_there = init_from and exists(init_from)
     fault = "may not be read" if is_there else "is not there"
     raise ConfigError(
         f"config.init_from={init_from} {fault} (looked for in {Path.cwd()}); "
@@ -116,7 +116,7 @@ def trains_a_part(finetuning: Any) -> bool:
 
 def is_lost(init_from: str | None) -> bool:
     """Tests for a `config.init_from` that is not there."""
-    return init_from is not None and not Path(init_from).exists()
+    return init_from is not None and not exists(init_from)
 
 
 def without_source(config: Any, family: Family | None) -> Any:
@@ -248,7 +248,7 @@ def check_classes(config: Any, names: Sequence[str]) -> None:
 
 def is_folder(init_from: str | None) -> bool:
     """Tests if `config.init_from` names a Hugging Face folder."""
-    if init_from is None or not Path(init_from).is_dir():
+    if init_from is None or not is_dir(init_from):
         return False
     return not _has_config(Path(init_from)) and not trees.is_tree(Path(init_from))
 
@@ -260,4 +260,4 @@ def _has_config(path: Path) -> bool:
     except (OSError, ValueError):
         config = None
     is_run = isinstance(config, dict) and "model_type" not in config
-    return (path / CHECKPOINTS).is_dir() or (is_run and "model" in config)
+    return is_dir(path / CHECKPOINTS) or (is_run and "model" in config)

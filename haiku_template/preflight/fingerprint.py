@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from haiku_template.bounded import exists
 from haiku_template.config import completed
 from haiku_template.data import Data, whole_batches
 from haiku_template.devices import canonical_shapes
@@ -133,7 +134,7 @@ def keep(
 
 def _save_or_compare(workdir: Path, trainer: Trainer, num_steps: int) -> None:
     file = workdir / workdirs.PROGRAM
-    if workdirs.has_checkpoints(workdir) and file.exists():
+    if workdirs.has_checkpoints(workdir) and exists(file):
         advice = ". Nothing was changed there: use another --workdir or restore what "
         advice += f"was edited; to resume all the same, remove {file}"
         _check(workdir, trainer, num_steps, advice)
@@ -146,7 +147,7 @@ def _save_or_compare(workdir: Path, trainer: Trainer, num_steps: int) -> None:
 
 def warn_of_changes(workdir: Path, trainer: Trainer) -> None:
     """Warns if a finished run's experiment is not the one that it was trained with."""
-    if (workdir / workdirs.PROGRAM).exists():
+    if exists(workdir / workdirs.PROGRAM):
         try:
             _check(workdir, trainer)
         except ConfigError as error:

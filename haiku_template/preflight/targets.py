@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from haiku_template.bounded import is_file
 from haiku_template.devices import selection
 from haiku_template.devices.manager import DeviceManager
 from haiku_template.devices.transfer import Ledger
@@ -65,12 +66,12 @@ def target_devices(
       DeviceError: JAX's CUDA plugin is not installed, or of another version; JAX has
         started on other flags; or the share is none.
     """
-    is_one = text in CARDS or Path(text).is_file()
+    is_one = text in CARDS or is_file(text)
     several = None if is_one else re.fullmatch(r"(.+)x(\d+)", text)
     name, number = (several[1], int(several[2])) if several else (text, 1)
     if name in CARDS:
         spec = _spec(CARDS[name])
-    elif Path(name).is_file():
+    elif is_file(name):
         spec = Path(name).read_text(errors="replace")
     else:
         raise ConfigError(

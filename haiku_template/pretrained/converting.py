@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from haiku_template import signals
-from haiku_template.bounded import parse
+from haiku_template.bounded import is_dir, is_file, parse
 from haiku_template.errors import ConfigError, StorageError, download
 from haiku_template.pretrained.writing import new_file
 
@@ -36,8 +36,8 @@ def convert(
       StorageError: `output` cannot be written.
     """
     source, output = Path(source), Path(output)
-    if not source.is_file() or not os.access(source, os.R_OK):
-        as_it_is = "; config.init_from reads an Orbax tree as it is" * source.is_dir()
+    if not is_file(source) or not os.access(source, os.R_OK):
+        as_it_is = "; config.init_from reads an Orbax tree as it is" * is_dir(source)
         raise ConfigError(
             f"--input={source} is no file that is there and may be read{as_it_is}"
             + download(source)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.bounded import is_file
 from haiku_template.data.files import npy_header
 from haiku_template.errors import ConfigError
 from haiku_template.pretrained import tensors
@@ -24,7 +25,7 @@ DAMAGE += (TypeError, RuntimeError, SyntaxError, tokenize.TokenError)
 
 def is_archive(source: Path) -> bool:
     """Tests for a zip file that is not one of PyTorch's."""
-    if not source.is_file() or source.suffix in tensors.PICKLES:
+    if not is_file(source) or source.suffix in tensors.PICKLES:
         return False
     with source.open("rb") as file:
         return file.read(4) == b"PK\3\4"

@@ -15,6 +15,7 @@ import haiku as hk
 import jax
 import numpy as np
 
+from haiku_template.bounded import is_dir, is_file
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, near, some
 from haiku_template.params import flatten, matching, unflatten
@@ -87,9 +88,9 @@ def read_published(
         fact = f"{len(fresh)} of {len(expected)} leaves"
         _warn_once(text, source, fact, some(fresh, SHOWN))
     tensors = _by_path(source, list_tensors(source), shapes)
-    beside = (source if source.is_dir() else source.parent) / BESIDE
+    beside = (source if is_dir(source) else source.parent) / BESIDE
     may_have = state is None or state  # Patterns may be of what a pass leaves out.
-    if may_have and not any(map(_is_state, tensors)) and beside.is_file():
+    if may_have and not any(map(_is_state, tensors)) and is_file(beside):
         tensors |= {MARK + path: x for path, x in read_headers(beside).items()}
     if state and not any(map(_is_state, tensors)):
         logger.warning(

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from haiku_template import bounded
+from haiku_template.bounded import is_file
 from haiku_template.errors import ConfigError, download
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -67,11 +68,11 @@ def locate(source: Path) -> Path:
     """
     there = sorted(source.glob("*"))
     pickles = [path for path in (source, *there) if path.suffix in PICKLES]
-    if source.is_file() and not pickles:
+    if is_file(source) and not pickles:
         _check_published(source)
         return source
     for name in (SINGLE, INDEX):
-        if (source / name).is_file():
+        if is_file(source / name):
             return source / name
     if pickles:
         raise ConfigError(

@@ -13,16 +13,17 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from haiku_template import signals
+from haiku_template.bounded import exists
 from haiku_template.errors import ConfigError, StorageError
 
 
 def check_new(folder: Path) -> None:
     """Raises `ConfigError` if `folder` exists."""
     try:
-        exists = folder.is_symlink() or folder.exists()
+        is_taken = folder.is_symlink() or exists(folder)
     except OSError as error:  # A name that is too long, say.
         raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
-    if exists:
+    if is_taken:
         raise ConfigError(
             f"{folder} exists, and nothing is overwritten; name one that does not"
         )

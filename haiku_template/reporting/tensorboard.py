@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.bounded import exists
 from haiku_template.params import in_double
 from haiku_template.storage import metrics
 from haiku_template.storage.files import append_whole
@@ -26,7 +27,7 @@ def write(workdir: Path, name: str, step: int, *values: bytes) -> None:
     path = workdir / TENSORBOARD / name / "events.out.tfevents.0"
     path.parent.mkdir(parents=True, exist_ok=True)
     data = event(SUMMARY, b"".join(values), step)
-    if not (path.exists() and path.stat().st_size):
+    if not (exists(path) and path.stat().st_size):
         data = event(metrics.FILE_VERSION, b"brain.Event:2") + data
     append_whole(path, data)
 

@@ -12,6 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from haiku_template import config as configs
+from haiku_template.bounded import exists, is_dir, is_file
 from haiku_template.errors import ConfigError
 from haiku_template.reporting import plots
 from haiku_template.reporting.display import table
@@ -90,7 +91,7 @@ def summarize_runs(
     """
     # A workdir may be a link, behind which `rglob` does not look.
     deep, linked = (folder.glob(f"{x}/{workdirs.RUN}") for x in ("**", "*"))
-    files = [*sorted(deep), *sorted(linked)] if folder.is_dir() else []
+    files = [*sorted(deep), *sorted(linked)] if is_dir(folder) else []
     places = {x.resolve(): x.parent for x in reversed(files)}  # Of two the first.
     names = sorted(str(x.relative_to(folder)) for x in places.values())
     names = [x for x in names if not _is_process(folder / x)]
@@ -110,7 +111,7 @@ def summarize_runs(
 
 def _is_process(place: Path) -> bool:
     """Tests for what a further process of a run writes, and not of another run."""
-    has_run = (place.parent.parent / workdirs.RUN).exists()
+    has_run = exists(place.parent.parent / workdirs.RUN)
     return place.parent.name == workdirs.PROCESSES and has_run
 
 
@@ -120,7 +121,7 @@ def _without_mirrors(folder: Path, names: list[str]) -> list[str]:
     for name in names:
         with contextlib.suppress(ConfigError):  # One that is damaged is no mirror's.
             ids[name] = workdirs.run_id(folder / name)
-    runs = [name for name in names if (folder / name / workdirs.ENV).is_file()]
+    runs = [name for name in names if is_file(folder / name / workdirs.ENV)]
     mirrored = {ids.get(name) for name in runs} - {None}
     return [name for name in names if name in runs or ids.get(name) not in mirrored]
 

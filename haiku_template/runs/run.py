@@ -12,6 +12,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from haiku_template import compat
+from haiku_template.bounded import is_file
 from haiku_template.config import of_run
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.collectives import with_axis
@@ -149,7 +150,7 @@ class Run:  # Why: docs/decisions/house.md#run
 
     @property
     def _holds_adapters(self) -> bool:
-        return (self.workdir / ADAPTERS).is_file()
+        return is_file(self.workdir / ADAPTERS)
 
     def parameters(self) -> tuple[hk.Params, hk.State]:
         """Parameters and network state: averages if there are any, adapters merged.

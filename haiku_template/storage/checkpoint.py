@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from haiku_template import bounded
+from haiku_template.bounded import is_dir, is_file
 from haiku_template.config import differences
 from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import HOST, spans_processes
@@ -592,7 +593,7 @@ def _restore(
 ) -> tuple[int, Any]:
     """Restores as `restore` does, but nothing else than `which`."""
     folder = workdir / workdirs.CHECKPOINTS
-    if not folder.is_dir():
+    if not is_dir(folder):
         raise ConfigError(f"{workdir} holds no checkpoints")
     ranks, run = workdirs.ranks(workdir), workdirs.run_id(workdir)
     for tries_left in range(REPLACED_TRIES, -1, -1):
@@ -721,7 +722,7 @@ def remove_unfinished(directory: Path) -> None:
     for path in directory.glob(UNFINISHED):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     for folder in directory.glob("*"):
-        if folder.name.isdecimal() and not (folder / workdirs.COMMIT).is_file():
+        if folder.name.isdecimal() and not is_file(folder / workdirs.COMMIT):
             _move_away(folder)
 
 
@@ -791,7 +792,7 @@ def _checked(metrics: dict[str, float]) -> dict[str, float]:
 def check_plain(folder: Path, but: Path | None = None) -> None:
     """Raises `OSError` for what may never end when it is read, but in one folder."""
     for file in folder.rglob("*"):
-        is_folder = file.is_dir() and not file.is_symlink()  # It may be any folder.
+        is_folder = is_dir(file) and not file.is_symlink()  # It may be any folder.
         if not (is_folder or but and file.is_relative_to(but)):
             bounded.opened(file).close()
 

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from haiku_template import bounded
+from haiku_template.bounded import is_file
 from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import spans_processes
 from haiku_template.params import flatten
@@ -96,7 +97,7 @@ def _entry(path: str, leaf: Any, save: Ids) -> dict[str, Any]:
 
 def sizes(folder: Path) -> dict[str, int]:
     """Bytes of each file of a checkpoint's arrays, by its path."""
-    paths = [x for x in sorted(Path(folder).glob("state/**/*")) if x.is_file()]
+    paths = [x for x in sorted(Path(folder).glob("state/**/*")) if is_file(x)]
     paths = [x for x in paths if x.name != COMMIT]
     return {str(x.relative_to(folder)): x.stat().st_size for x in paths}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from haiku_template.bounded import is_number, lines, parse
+from haiku_template.bounded import exists, is_number, lines, parse
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import Note, dispensable
 
@@ -127,7 +127,7 @@ def sampled(
     All evaluations are among them, each with the row before it, and the last row, and
     rows of which `look` returns True; it is called with each row of the file.
     """
-    every = 1 + (path.stat().st_size if path.exists() else 0) // most
+    every = 1 + (path.stat().st_size if exists(path) else 0) // most
 
     def choose(rows: Iterator[Row]) -> list[Row]:
         pairs = enumerate(itertools.pairwise(itertools.chain(rows, [{}])))
@@ -160,7 +160,7 @@ class Reader:
         return [*self._rows]
 
     def _lines(self) -> Iterator[bytes]:
-        for line in lines(self._path, self._place) if self._path.exists() else ():
+        for line in lines(self._path, self._place) if exists(self._path) else ():
             if not line.endswith(b"\n"):  # Not all of it is written yet.
                 return
             self._place += len(line)
@@ -169,7 +169,7 @@ class Reader:
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Iterates over the undamaged lines of a metrics.jsonl; raises `OSError`."""
-    return _undamaged(path, lines(path) if path.exists() else ())
+    return _undamaged(path, lines(path) if exists(path) else ())
 
 
 def _undamaged(path: Path, text: Iterable[bytes]) -> Iterator[Row]:

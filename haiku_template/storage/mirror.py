@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from haiku_template import bounded
+from haiku_template.bounded import exists, is_file
 from haiku_template.errors import ConfigError, DamagedError, StorageError
 from haiku_template.storage import checkpoint
 from haiku_template.storage import manifest as manifests
@@ -129,7 +130,7 @@ def copy_run(source: Path, target: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.remove_unfinished(folder)
     for name in NAMES:
-        if (source / name).is_file():
+        if is_file(source / name):
             data = bounded.contents(source / name, MOST_BYTES)
             workdirs.write_atomically(target / name, data)
     for step in sorted(steps, reverse=True):
@@ -146,7 +147,7 @@ def copy_run(source: Path, target: Path) -> None:
 
 def _copy_metrics(source: Path, target: Path) -> None:
     """Copies the lines by which early stopping goes; an error is a warning."""
-    if (source / workdirs.METRICS).is_file():
+    if is_file(source / workdirs.METRICS):
         with dispensable(target / workdirs.METRICS):
             shutil.copyfile(source / workdirs.METRICS, target / PARTIAL)
             (target / PARTIAL).replace(target / workdirs.METRICS)
@@ -154,9 +155,9 @@ def _copy_metrics(source: Path, target: Path) -> None:
 
 def _copy_step(source: Path, target: Path) -> None:
     """Copies a checkpoint, synced and under its name at once, if it is another."""
-    if not source.exists():  # A newer one took its place.
+    if not exists(source):  # A newer one took its place.
         return
-    if target.exists():
+    if exists(target):
         is_same = _manifest(source) == _manifest(target)
         if is_same and metrics_of(source) in ({}, metrics_of(target)):  # {}: damaged.
             return
@@ -168,7 +169,7 @@ def _copy_step(source: Path, target: Path) -> None:
         if manifest := manifests.read(copy):
             manifests.check_sizes(manifest, copy)
     except (OSError, ValueError):
-        if source.exists():
+        if exists(source):
             raise
         return
     checkpoint.sync(copy)
@@ -201,7 +202,7 @@ def bring_newest(workdir: Path, folder: Path | None, steps: list[int]) -> None:
     target = workdir / workdirs.CHECKPOINTS
     for step in sorted(steps, reverse=True):
         _copy_or_warn(folder / workdirs.CHECKPOINTS, target, step)
-        if (target / str(step)).exists():
+        if exists(target / str(step)):
             return
 
 
@@ -220,7 +221,7 @@ def leave_out(workdir: Path, folder: Path | None, first: int) -> None:
 
 def _manifest(step: Path) -> bytes | None:
     file = step / manifests.MANIFEST / manifests.MANIFEST
-    return file.read_bytes() if file.is_file() else None
+    return file.read_bytes() if is_file(file) else None
 
 
 def check(workdir: Path, folder: Path) -> None:
@@ -228,7 +229,7 @@ def check(workdir: Path, folder: Path) -> None:
     workdirs.check_path(folder)
     if folder.resolve() == workdir.resolve():
         raise ConfigError(f"config.mirror={folder} is --workdir; use another disk")
-    if (folder / workdirs.CONFIG).exists() and not (folder / workdirs.RUN).exists():
+    if exists(folder / workdirs.CONFIG) and not exists(folder / workdirs.RUN):
         raise ConfigError(
             f"config.mirror={folder} holds a {workdirs.CONFIG} that is no run's, and "
             "nothing is overwritten; use another folder"
@@ -270,17 +271,17 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
             f"from {folder}"
         )
         for name in NAMES:
-            if (folder / name).is_file() and not (workdir / name).exists():
+            if is_file(folder / name) and not exists(workdir / name):
                 data = bounded.contents(folder / name, MOST_BYTES)
                 workdirs.write_atomically(workdir / name, data)
-        if not (workdir / workdirs.METRICS).exists():
+        if not exists(workdir / workdirs.METRICS):
             _copy_metrics(folder, workdir)
         copies = workdir / f"{workdirs.CHECKPOINTS}.copied"  # Half of them are no run.
         shutil.rmtree(copies, ignore_errors=True)
         copies.mkdir()
         for step in steps:
             _copy_or_warn(folder / workdirs.CHECKPOINTS, copies, step)
-        if (checkpoints := workdir / workdirs.CHECKPOINTS).exists():
+        if exists(checkpoints := workdir / workdirs.CHECKPOINTS):
             checkpoints.rename(workdirs.unused(workdir / f"{checkpoints.name}.before"))
         copies.rename(checkpoints)
 

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore  # Why: docs/decisions/finetuning.md#orbax-leaves
 
-from haiku_template.bounded import read_json
+from haiku_template.bounded import exists, is_file, read_json
 from haiku_template.errors import ConfigError
 from haiku_template.storage.checkpoint import check_plain, quiet
 from haiku_template.storage.workdir import check_path
@@ -44,7 +44,7 @@ def is_tree(source: Path) -> bool:
 
 def _items(source: Path) -> dict[str, Path]:
     """Folders of trees by the first part of their names: none for a tree alone."""
-    if (source / METADATA).is_file():
+    if is_file(source / METADATA):
         return {"": source}
     folders = {path.parent.name: path.parent for path in source.glob(f"*/{METADATA}")}
     deeper = {path.parents[1] for path in source.glob(f"*/*/{METADATA}")}
@@ -96,7 +96,7 @@ def _read(
 
     Through Orbax, which opens the whole tree for it, a leaf of 400 takes 0.2 s.
     """
-    if (folder / DATABASE).exists():
+    if exists(folder / DATABASE):
         base = {"driver": "file", "path": f"{folder}/"}  # A URL would be decoded.
         store = {"driver": "ocdbt", "base": base, "path": name}
     else:

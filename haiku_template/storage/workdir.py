@@ -20,6 +20,7 @@ from typing import IO, Any
 import jax
 
 from haiku_template import bounded
+from haiku_template.bounded import exists, is_dir, is_file
 from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.processes import VARIABLES, options
@@ -76,7 +77,7 @@ def _make_inner(workdir: Path, index: int) -> Path:
     if has_checkpoints(workdir):
         (inner / CHECKPOINTS).symlink_to((workdir / CHECKPOINTS).absolute())
         for name in (CONFIG, RUN, METRICS, PROGRAM, BASE):
-            if (workdir / name).exists():
+            if exists(workdir / name):
                 original = bounded.opened(workdir / name)
                 with original, (inner / name).open("xb") as copy:
                     shutil.copyfileobj(original, copy)
@@ -90,7 +91,7 @@ def check(workdir: Path, config: dict[str, Any], mirrored: bool = False) -> None
     its checkpoints are lost and not `mirrored`: those will be brought back.
     """
     with usable(workdir):
-        if (workdir / LOCK).exists():
+        if exists(workdir / LOCK):
             _wait_for_lock(workdir, lambda: not is_locked(workdir))
         _check_contents(workdir, config, mirrored)
 
@@ -99,14 +100,14 @@ def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> No
     """Asserts what `check` does, under the lock."""
     if glob.has_magic(str(workdir.absolute())) or "\\" in str(workdir.absolute()):
         _refuse_path(workdir)
-    if workdir.exists() and not workdir.is_dir():
+    if exists(workdir) and not is_dir(workdir):
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
     if exported := sorted(path.name for path in workdir.glob("*.safetensors")):
         raise _of_others(workdir, exported, EXPORTED)
-    if (workdir / CONFIG).exists():
+    if exists(workdir / CONFIG):
         return check_same_run(workdir, config, mirrored)
     names = (METRICS, CHECKPOINTS, TENSORBOARD, REPORT, LOG, ENV)
-    if names := [name for name in names if (workdir / name).exists()]:
+    if names := [name for name in names if exists(workdir / name)]:
         raise _of_others(workdir, names, UNKNOWN)
 
 
@@ -162,7 +163,7 @@ def _check_nothing_lost(workdir: Path, run: dict[str, Any]) -> None:
             f"{workdir} to start the run anew"
         )
     metrics = workdir / METRICS
-    if not run and metrics.is_file() and metrics.stat().st_size:
+    if not run and is_file(metrics) and metrics.stat().st_size:
         raise ConfigError(
             f"{metrics} holds metrics of a run, and neither {RUN} nor {CHECKPOINTS} "
             "are there any more; restore them, or use another --workdir, or remove "
@@ -177,7 +178,7 @@ def of_script(
 
     A run that has none, of an earlier version or another script, resumes without it.
     """
-    is_empty = (workdir / CONFIG).exists() and not read_json(workdir / CONFIG)
+    is_empty = exists(workdir / CONFIG) and not read_json(workdir / CONFIG)
     return config | ranks if config and not is_empty else {}
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from haiku_template.bounded import is_dir, is_file
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import data_path, read_with
 from haiku_template.errors import ConfigError
@@ -120,7 +121,7 @@ def library_files() -> list[TextFile]:
 
 
 def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
-    if not root.is_dir():
+    if not is_dir(root):
         yield read_with(root, lambda path: TextFile(path.name, path))
         return
 
@@ -133,7 +134,7 @@ def _walk(root: Path, left_out: Collection[str] = ()) -> Iterator[TextFile]:
         folders[:] = [f for f in folders if f not in left_out and f[0] != "."]
         for name in names:
             path = Path(folder, name)
-            if name[0] != "." and path.is_file():
+            if name[0] != "." and is_file(path):
                 yield TextFile(path.relative_to(root).as_posix(), path)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.bounded import parse
+from haiku_template.bounded import exists, is_dir, parse
 from haiku_template.data.files import npy_header, read_with
 from haiku_template.errors import ConfigError
 from haiku_text.data.stream import Shard, TokenStream
@@ -53,7 +53,7 @@ def open_tokens(
         return _map(file, *layouts[file.suffix](file), random)
 
     files = [path]
-    if path.is_dir():
+    if is_dir(path):
         shown = (p for p in path.iterdir() if p.name[0] != ".")
         files = sorted(p for p in shown if p.suffix in layouts)
         if not files:
@@ -189,6 +189,6 @@ def write_new(path: Path, contents: bytes) -> None:
 
 def check_same(path: Path, contents: bytes) -> None:
     """Raises `ConfigError` when there is a tokenizer with other contents."""
-    if path.exists() and path.read_bytes() != contents:
+    if exists(path) and path.read_bytes() != contents:
         hint = "write to a folder of its own, where it lies beside its tokens"
         raise ConfigError(f"{path} is another tokenizer; {hint}")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from haiku_template.bounded import read_json
+from haiku_template.bounded import is_dir, is_file, read_json
 from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError, download
 
@@ -50,12 +50,12 @@ class Tokenizer:
         if source in (None, BYTES):
             return
         path = Path(source or "''").expanduser()  # Else it is the current folder.
-        path = path / FILE if path.is_dir() else path
+        path = path / FILE if is_dir(path) else path
         if path.suffix == ".safetensors":
             possible = "a tokenizer.json, a folder with one, or None for bytes"
             hint = "holds parameters and no tokenizer; config.data.tokenizer is"
             raise ConfigError(f"{path} {hint} {possible}")
-        if not path.is_file():
+        if not is_file(path):
             raise ConfigError(
                 f"the tokenizer {path} does not exist; possible are a tokenizer.json, "
                 "a folder with one, and bytes; of a folder with only a vocab.txt or "

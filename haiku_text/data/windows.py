@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.bounded import is_dir, is_file
 from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
 from haiku_template.data.files import data_path
 from haiku_template.errors import ConfigError
@@ -54,8 +55,8 @@ def tokens(
         forward, end = open_files(source, random=False), len(training)
         held_out = forward.section(end - count, end)
         training = training.section(0, end - count)
-    beside = (source if source.is_dir() else source.parent) / FILE
-    tokenizer = Tokenizer(beside) if beside.is_file() else None
+    beside = (source if is_dir(source) else source.parent) / FILE
+    tokenizer = Tokenizer(beside) if is_file(beside) else None
     size = _vocab_size(vocab_size, tokenizer, source)
     train = TokenDataset(training, context, spec, size, order)
     evaluation = held_out and TokenEvaluationSet(

@@ -232,3 +232,16 @@ def test_a_folder_behind_a_link_is_no_part_of_a_checkpoint(tmp_path):
     (tmp_path / "4" / "state" / "all").symlink_to(tmp_path)
     with pytest.raises(OSError, match="all is no regular file"):
         check_plain(tmp_path / "4")
+
+
+@pytest.mark.parametrize("look", [bounded.exists, bounded.is_file, bounded.is_dir])
+def test_what_cannot_be_looked_at_is_not_absent(tmp_path, look):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    no = {"is_file": ".", "is_dir": "file"}.get(look.__name__)
+    here = {"file", "."} - {no}
+    for name in ("file", ".", "file/x", "none", "none/x", "loop", "a\0b"):
+        assert look(tmp_path / name) is (name in here)
+        assert look(str(tmp_path / name)) is (name in here)
+    with pytest.raises(OSError, match="name too long"):
+        look(tmp_path / ("x" * 300))
