@@ -4,6 +4,7 @@ import collections
 import contextlib
 import datetime
 import functools
+import logging
 import os
 import re
 import sys
@@ -100,9 +101,15 @@ class Display:
             expand=True,
         )
         self._task = self._bar.add_task("starting", total=num_steps)
+        self._streams: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> "Display":
+        errors = sys.stderr
         self._show(self._bar.start)
+        # The bar is drawn over what a handler writes to the stream that it began with.
+        if sys.stderr is not errors and errors.isatty():
+            handlers = [x for x in _handlers() if getattr(x, "stream", None) is errors]
+            self._streams = [(x, x.setStream(sys.stderr)) for x in handlers]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,6 +119,9 @@ class Display:
     def stop(self) -> None:
         """Draws the bar for the last time; what is printed then is below it."""
         self._show(self._bar.stop)
+        while self._streams:
+            handler, stream = self._streams.pop()
+            handler.setStream(stream)
 
     def print(self, *lines: Any) -> None:
         """Prints texts and tables; of a pair one is for the screen, one for the log."""
@@ -166,6 +176,11 @@ class Display:
         """Reports evaluation metrics as a line."""
         numbers = _numbers(metrics, "eval/")
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
+
+
+def _handlers() -> list[logging.Handler]:
+    # absl's wraps the one that has the stream.
+    return [getattr(x, "python_handler", x) for x in logging.getLogger().handlers]
 
 
 def preamble(trainer: Any, state: Any, report: Any, start: int, hooks: Any) -> list:

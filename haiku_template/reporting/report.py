@@ -68,6 +68,8 @@ class Report:
         if profile is not None:
             self._begin_profile(step, profile)
         self._start = step
+        if step:
+            self.step(step)  # Of a run that resumes.
         for make in (MetricsWriter, *(() if self._follows else writers)):
             name = f"writer {getattr(make, '__qualname__', make)}"
             with dispensable(name):

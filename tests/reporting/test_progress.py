@@ -1,6 +1,7 @@
 """What a run shows on a terminal of 80 columns, in its log, and in its report."""
 
 import io
+import logging
 import re
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from haiku_template.devices import DeviceManager, Layout
 from haiku_template.reporting import Report, Work, display, plots
+from tests.reporting.test_notebook import on_terminal
 
 METRICS = {
     "train/loss": 0.0009687,
@@ -56,10 +58,41 @@ def test_the_bar_is_not_drawn_again_below_the_last_line(
     feed = SimpleNamespace(batch_size=1)
     trainer = SimpleNamespace(devices=one_device, feed=feed, work=Work())
     with Report(tmp_path, trainer, num_steps=3, matmul_bytes=0) as report:
-        report.step(3)
+        report.begin(3, None)  # A run that resumes.
         report.finish(3)
     drawn = terminal.getvalue()
+    assert drawn.rindex("step 3/3") > drawn.rindex("step 0/3")
     assert 0 < drawn.rindex("━") < drawn.rindex("done      step 3")
+
+
+class Wrapped(logging.Handler):
+    """Passes records on as absl's handler does."""
+
+    def __init__(self, handler):
+        super().__init__()
+        self.python_handler = handler
+
+    def handle(self, record):
+        return self.python_handler.handle(record)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, Wrapped])
+def test_the_bar_does_not_draw_over_a_warning(tmp_path, monkeypatch, wrap):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [wrap(handler)])
+    warning = "this run's environment changed: " + "devices, " * 20
+    with display.Display(tmp_path, 30) as live:
+        live.train(1, METRICS, "12 MiB")
+        logging.getLogger().warning(warning)
+        live.train(2, METRICS, "12 MiB")
+    assert handler.stream is terminal
+    assert warning.strip() in on_terminal(terminal.getvalue())
 
 
 def gpt(num_blocks):
