@@ -13,7 +13,7 @@ import numpy as np
 
 from haiku_template.data.dataset import Batch, BatchSpec, Data, epochs
 from haiku_template.data.trees import leaves_by_path, map_leaves
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, some
 
 
 class Examples(Protocol):
@@ -148,6 +148,11 @@ class Trees:
                     "length L alone"
                 )
             sizes = {path: len(x) for path, x in leaves.items() if np.ndim(x)}
+            if not sizes:
+                raise ConfigError(
+                    f"{name} {i} has no array [L, ...] but {some([*leaves], 4)}; "
+                    "np.asarray makes one of a list"
+                )
             if len(set(sizes.values())) != 1 or 0 in sizes.values():
                 raise ConfigError(
                     f"the arrays of {name} {i} have the lengths {sizes}; an example "

@@ -19,11 +19,13 @@ ENDLESS = 2**48  # No data set has so many batches; Grain's repeat() has more.
 
 def _check(element: Any, source: str) -> None:
     is_dict = isinstance(element, Mapping)
-    leaves = leaves_by_path(element).values()
-    has_rows = all(np.ndim(leaf) > 0 for leaf in leaves)
+    leaves = leaves_by_path(element)
+    numbers = [path for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     # Labels alone are no inputs, of which the model is made.
-    if not has_rows or not leaves or (is_dict and set(element) == {"labels"}):
+    if numbers or not leaves or (is_dict and set(element) == {"labels"}):
         kind = sorted(map(str, element)) if is_dict else type(element).__name__
+        if any(numbers):
+            kind = f"{kind}, and no array at {numbers[0]} (np.asarray(list) is one)"
         raise ConfigError(
             f"each element of {source} must be one batch, a dictionary with inputs and "
             "labels (these only where the task needs them), or another tree of arrays "

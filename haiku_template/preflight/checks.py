@@ -120,7 +120,14 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         _warn_of_numbers(of_batch)
     shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step
-    sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
+    try:
+        sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
+    except KeyError as error:
+        batches = trainer.feed.example, dataset.batch(0)
+        names = [sorted(x) if isinstance(x, dict) else [] for x in batches]
+        if names[0] == names[1]:
+            raise
+        raise _other_names(error, *names) from error
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
         names = summarize(numbers, trainer.derived)
@@ -132,6 +139,14 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     check_measured("best_metric", best_metric, names)
     if early and not early.startswith(("train/", "perf/")):
         check_measured("early_stop.metric", early, names)
+
+
+def _other_names(error: KeyError, train: Any, evaluation: Any) -> ConfigError:
+    return ConfigError(
+        f"the evaluation asks for {error}; a batch of the evaluation set has "
+        f"{', '.join(evaluation)}, and one to train on {', '.join(train)}: a task or a "
+        "model may take what both have"
+    )
 
 
 def _warn_of_numbers(of_batch: Sequence[str]) -> None:

@@ -189,10 +189,11 @@ def _no_labels(task: Task, names: list[str]) -> ConfigError:
 
 def _unmasked(name: str, rows: int) -> ConfigError:
     return ConfigError(
-        f"the task's {name!r} is [] for {rows} examples, not one number per example; "
-        "some may be padding in evaluation: let it take `mask`, bool [B], False there "
-        "(a constant may leave it unused; on several devices, what the model makes of "
-        "a batch counts padding, and there is none if eval batches divide the set)"
+        f"the task's {name!r} is one number for {rows} examples; return one for each, "
+        "[B], without a mean over them. A number of a whole batch counts what may be "
+        "padding in evaluation: let it take `mask`, bool [B], False there (a constant "
+        "may leave it unused; on several devices, what the model makes of a batch "
+        "counts padding, and there is none if eval batches divide the set)"
     )
 
 

@@ -148,6 +148,12 @@ def test_a_generator_without_batches_is_refused():
         from_iterator(Passes()())
 
 
+def test_a_list_in_a_batch_is_named():
+    batch = {"ids": np.zeros((2, 3)), "label": [0, 1]}
+    with pytest.raises(ConfigError, match="and no array at label/0"):
+        from_iterator(lambda: [batch]).batch(0)
+
+
 def test_batches_of_a_generator_that_is_returned_again_are_not_others():
     endless = itertools.cycle(list(Passes()()))
     data = from_iterator(lambda: endless)

@@ -221,7 +221,8 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
     [
         (
             lambda outputs, batch: {"loss": jnp.mean(outputs)},
-            "padding in evaluation: let it take",
+            r"'loss' is one number for .* return one for each, \[B\], without a mean "
+            "over them.* padding in evaluation: let it take",
         ),
         (
             lambda outputs, batch: {"loss": outputs[:3, 0]},
@@ -264,6 +265,21 @@ def test_further_evaluation_sets_have_metrics_of_their_own(tmp_path, devices):
     assert found == alone
     with pytest.raises(ConfigError, match="eval/shifted/loss"):
         train(trainer, num_steps=2, workdir=tmp_path / "b", best_metric="eval/none")
+
+
+def test_evaluation_batches_with_other_names_are_named(tmp_path, one_device):
+    class Images:
+        def batch(self, step):
+            return {"image": INPUTS[:8], "label": LABELS[:8]}
+
+    trainer = plain(
+        data=Data(Images(), EvaluationSet({"image": INPUTS}, LABELS, 8), 2),
+        model=hk.transform(lambda batch: hk.Linear(2)(batch["image"])),
+        task=lambda outputs, batch: {"loss": outputs[:, 0] * batch["label"]},
+    ).trainer(one_device)
+    words = "asks for 'label'; .*set has inputs, labels, and .* train on image, label"
+    with pytest.raises(ConfigError, match=words):
+        train(trainer, num_steps=2, workdir=tmp_path)
 
 
 def test_keys_of_the_config_are_no_facts_of_a_task():
