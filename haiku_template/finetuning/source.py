@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 STATE = pretrained.BESIDE
 GROUP = 2**28  # Bytes of a run's parameters that are read at once.
+OF_A_RUN = {"num_outputs", "dropout"}  # Of a model's arguments, not its sizes.
 # Parameters by path, on the devices; the Haiku state, or None for the seed's.
 Loaded = tuple[dict[str, Any], hk.State | None]
 # From shapes and dtypes of all parameters, paths to leave out, shapes of the Haiku
@@ -207,20 +208,30 @@ def with_sizes(
 ) -> dict[str, Any]:
     """Completes `config.model` (keys None or absent) from a Hugging Face folder.
 
-    Other kinds of `init_from` change nothing. A key that contradicts the folder, or a
-    damaged folder, is a `ConfigError`.
+    A run gives what its config has; other kinds of `init_from` change nothing. A key
+    that contradicts the folder or the run, or a damaged folder, is a `ConfigError`.
     """
-    if not is_folder(init_from):
+    if family and init_from is not None and _has_config(Path(init_from)):
+        sizes = _sizes_of_run(Path(init_from), family)
+    elif is_folder(init_from):
+        sizes = _describe(init_from, family).arguments
+    else:
         return values
-    sizes = _describe(init_from, family).arguments.items()
-    sizes = {k: x for k, x in sizes if k not in ("num_outputs", "dropout")}
+    sizes = {k: x for k, x in sizes.items() if k not in OF_A_RUN}
     for key, value in sizes.items():
-        if values.get(key) not in (None, value):
+        if key != "preset" and values.get(key) not in (None, value):
             raise ConfigError(
                 f"config.model.{key}={values[key]}, and the model in {init_from} has "
                 f"{value}; leave the key out"
             )
-    return values | sizes
+    return sizes | {k: x for k, x in values.items() if x is not None or k not in sizes}
+
+
+def _sizes_of_run(path: Path, family: Family) -> dict[str, Any]:
+    saved = load(path / CONFIG)
+    sizes = with_sizes(saved.model.to_dict(), saved.get("init_from"), family)
+    names = {"preset", *(name for name, *_ in family.keywords)}
+    return {k: x for k, x in sizes.items() if k in names and x is not None}
 
 
 def vocabulary_of(init_from: str | None) -> int | None:

@@ -213,6 +213,20 @@ def test_a_folder_says_the_sizes_of_its_model(tmp_path):
     assert with_sizes({"name": "gpt"}, None, gpt.family) == {"name": "gpt"}
 
 
+def test_a_run_says_the_sizes_of_its_model(tmp_path):
+    model = {"name": "gpt", "preset": "124M", "num_layers": 2, "width": 64, "remat": 1}
+    saved = configs.default_config()
+    saved.model = model | {"num_heads": None, "dropout": 0.1}
+    (tmp_path / "config.json").write_text(saved.to_json())
+    values = with_sizes({"remat": False, "width": None}, str(tmp_path), gpt.family)
+    assert values == {"remat": False, "preset": "124M", "num_layers": 2, "width": 64}
+    other = with_sizes({"preset": "355M"}, str(tmp_path), gpt.family)
+    assert other["preset"] == "355M"
+    with pytest.raises(ConfigError, match=r"config\.model\.width=8, and the model in"):
+        with_sizes({"width": 8}, str(tmp_path), gpt.family)
+    assert with_sizes({"width": 8}, str(tmp_path), None) == {"width": 8}
+
+
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
     from haiku_template.finetuning.lora import Lora
     from haiku_template.finetuning.plan import Finetuning, make_plan
