@@ -19,15 +19,15 @@ from haiku_template.runs import Run, export_safetensors, start
 from haiku_template.runs.predictions import write_predictions
 from haiku_template.storage import Checkpoints, read
 from haiku_template.training import Experiment
-from tests.oracle.draw import draw, examples, further
+from tests.oracle.draw import ARRAYS, draw, examples, further
 from tests.oracle.models import TASKS
 from tests.oracle.template import config_of
 
 
 def case_of(seed):
     """A case that starts from its seed and is evaluated on all of its test part."""
-    case = draw(seed)
-    for key in ("finetuning.fresh", "eval_batches"):
+    case, of_file = draw(seed, ARRAYS), ("fresh", "rename", "ignore")
+    for key in (*(f"finetuning.{x}" for x in of_file), "eval_batches"):
         case["config"].pop(key, None)
     return case
 

@@ -161,10 +161,110 @@ def plain_noisy(num_outputs, **sizes):
     return noisy(num_outputs, draw=draw, **sizes)
 
 
+class Kept(hk.Module):
+    """A product with a matrix, which is returned, too."""
+
+    def __init__(self, width):
+        super().__init__("kept")
+        self.width = width
+
+    def __call__(self, x):
+        init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
+        w = hk.get_parameter("w", (x.shape[-1], self.width), x.dtype, init)
+        return x @ w, jax.lax.stop_gradient(w)
+
+
+def dropped(num_outputs, width, calls, keep):
+    """An MLP whose state has the first matrix of each call, of each of four devices.
+
+    `keep(seen, count, w)` puts the matrix of a call where the state has it.
+    """
+
+    def forward(inputs, is_training):
+        x, w = Kept(width)(inputs)
+        seen = hk.get_state("seen", (calls, 4, *w.shape), init=jnp.zeros)
+        count = hk.get_state("count", (), jnp.int32, init=jnp.zeros)
+        if is_training:
+            hk.set_state("seen", keep(seen, count, w))
+            hk.set_state("count", count + 1)
+        return hk.Linear(num_outputs)(jax.nn.relu(x))
+
+    return hk.transform_with_state(forward)
+
+
+def user_dropped(num_outputs, axis_name, **sizes):
+    """The model as a user's: each device has a matrix of its own."""
+
+    def keep(seen, count, w):
+        each = w[None] if axis_name is None else jax.lax.all_gather(w, axis_name)
+        return jax.lax.dynamic_update_slice(seen, each[None], (count, 0, 0, 0))
+
+    return dropped(num_outputs, keep=keep, **sizes)
+
+
+def plain_dropped(num_outputs, **sizes):
+    """The model where the state says what was seen."""
+    return dropped(num_outputs, keep=lambda seen, count, w: seen, **sizes)
+
+
+def plain_bert(num_outputs, width, num_layers, num_heads, mlp_width, **sizes):
+    """BERT: texts [B, T] to logits [B, K]; normalized after each sum, exact GELU."""
+
+    def forward(inputs, is_training):
+        tokens, mask = inputs["tokens"], inputs["mask"]
+        kinds = inputs.get("token_types", jnp.zeros_like(tokens))
+        with hk.name_scope("bert"):
+            embed = _table(sizes["vocab_size"], width, "embed")
+            segments = _table(sizes["token_types"], width, "token_types")
+            places = _table(sizes["context"], width, "positions")
+            x = embed[tokens] + segments[kinds] + places[: tokens.shape[1]]
+            x = _bert_norm("norm")(x)
+            for i in range(num_layers):
+                with hk.name_scope(f"block_{i}"):
+                    x = _bert_block(x, mask, num_heads, mlp_width)
+            if sizes["pooling"] == "cls":
+                x = jnp.tanh(_linear(width, "pooler")(x[:, 0]))
+            else:
+                counts = mask[..., None].astype(jnp.float32)
+                x = ((x * counts).sum(1) / counts.sum(1)).astype(x.dtype)
+            return _linear(num_outputs, "head")(x)
+
+    return hk.transform_with_state(forward)
+
+
+def _table(rows, width, name):
+    small = hk.initializers.RandomNormal(0.02)
+    return hk.Embed(rows, width, w_init=small, name=name).embeddings
+
+
+def _bert_norm(name):
+    return hk.LayerNorm(-1, True, True, eps=1e-12, name=name)
+
+
+def _bert_block(x, mask, num_heads, mlp_width):
+    rows, length, width = x.shape
+    heads = (rows, length, num_heads, width // num_heads)
+    with hk.name_scope("attention"):
+        query, key, value = (
+            _linear(width, name)(x).reshape(heads).astype(jnp.float32)
+            for name in ("query", "key", "value")
+        )
+        scores = jnp.einsum("bthc,bshc->bhts", query, key) / heads[-1] ** 0.5
+        scores = jnp.where(mask[:, None, None].astype(bool), scores, -jnp.inf)
+        y = jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(scores), value)
+        y = _linear(width, "projection")(y.reshape(x.shape).astype(x.dtype))
+    x = _bert_norm("norm_1")(x + y)
+    with hk.name_scope("mlp"):
+        y = jax.nn.gelu(_linear(mlp_width, "up")(x), approximate=False)
+        y = _linear(width, "down")(y)
+    return _bert_norm("norm_2")(x + y)
+
+
 MODELS = {"mlp": plain_mlp, "resnet": plain_resnet, "gpt": plain_gpt}
 MODELS |= {"tests.oracle.models:user_gpt": plain_gpt}
 MODELS |= {"tests.oracle.models:user_points": plain_points}
-MODELS |= {"tests.oracle.models:user_noisy": plain_noisy}
+MODELS |= {"tests.oracle.models:user_noisy": plain_noisy, "bert": plain_bert}
+MODELS |= {"tests.oracle.models:user_dropped": plain_dropped}
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -214,3 +314,10 @@ TASKS = {"classification": classification, "regression": regression}
 TASKS |= {"language_model": language_model, "own_loss": own_loss}
 TASKS |= {"tests.oracle.models:weighted": weighted}
 TASKS |= {"tests.oracle.models:per_token": per_token}
+# What a kind's data set does on the devices first.
+PREPROCESS = {
+    "pixels": lambda x: x.astype(jnp.float32) / 255,
+    "changed": lambda x: x / 2 - 0.25,  # Small, for float16.
+    "stream": lambda x: x.astype(jnp.int32),
+    "bytes": lambda x: x.astype(jnp.int32),
+}

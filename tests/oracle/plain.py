@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.oracle.draw import epoch_of
 from tests.oracle.frozen import change, fits, rounded, words_of
-from tests.oracle.models import MODELS, TASKS
+from tests.oracle.models import MODELS, PREPROCESS, TASKS
 from tests.oracle.optimizers import make_optimizer, make_schedule
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -81,6 +82,9 @@ class Oracle:
 
     def __init__(self, case):
         self.config = config = case["config"]
+        self.left_out = case["left_out"]
+        self.preprocess = PREPROCESS.get(case["kind"], lambda x: x)
+        self.rate = config.get("finetuning.lora.dropout", 0.0)
         sizes = {k[6:]: v for k, v in config.items() if k.startswith("model.")}
         self.model = MODELS[sizes.pop("name")](case["num_outputs"], **sizes)
         self.task = TASKS[config["task.name"]]
@@ -88,28 +92,43 @@ class Oracle:
         self.batch_size = config["batch_size"]
         self.num_steps = config.get("num_steps")
         if self.num_steps is None:  # Rounded up to whole steps.
-            batches = config["num_epochs"] * case["num_train"] / self.batch_size
-            self.num_steps = max(1, math.ceil(batches - 1e-9))
+            self.num_steps = self.steps_of(*epoch_of(case))
         # A start for fewer steps has a schedule that ends with them.
         ends = {self.num_steps} | ({case["stops_at"]} if case["extends"] else set())
         schedules = {n: make_schedule(config, n) for n in sorted(ends)}
         self.phases = {n: (x, make_optimizer(config, x)) for n, x in schedules.items()}
         reduces = config.get("reduce_dtype") is not None
-        self.shares = config.get("exact_elastic", case["devices"] if reduces else 1)
+        # In float16 a gradient of fewer examples is infinite earlier.
+        is_half = self.dtype == jnp.float16 and config["model.name"] != "resnet"
+        alone = case["devices"] if reduces or self.rate or is_half else 1
+        self.shares = config.get("exact_elastic", alone)
         self.init = jax.jit(lambda rng, inputs: self.model.init(rng, inputs, True))
         self.step = jax.jit(self.one_step, static_argnums=3)
         self.values = jax.jit(self.task_values)
 
+    def steps_of(self, count, block):
+        """Steps of so many epochs, of which whole ones end with a whole block."""
+        epochs, size = self.config["num_epochs"], self.batch_size
+        steps = math.ceil(epochs * count / size - 1e-9)
+        blocks = math.ceil(math.floor(epochs) * count / (size * block) - 1e-9)
+        return max(1, steps, blocks * block)
+
     def inputs(self, batch):
         """What the model takes of a batch."""
-        return batch if self.config["task.name"] == "own_loss" else batch["inputs"]
+        if self.config["task.name"] == "own_loss":
+            return batch
+        return self.preprocess(batch["inputs"])
+
+    def is_fresh(self, path):
+        """True if a parameter starts from the seed although others are read."""
+        return fits(self.config.get("finetuning.fresh", ()), path)
 
     def first(self, batch, pretrained=None):
         """Parameters by the seed, or what was read; and network state."""
         key = jax.random.key(self.config.get("seed", 0))
         params, net_state = self.init(key, self.inputs(batch))
-        fresh = self.config.get("finetuning.fresh", ())
-        read = {k: x for k, x in (pretrained or {}).items() if not fits(fresh, k)}
+        read = (pretrained or {}).items()
+        read = {k: x for k, x in read if not self.is_fresh(k)}
         state = {k[6:]: read.pop(k) for k in [*read] if k.startswith("state:")}
         return flat(params) | read, nested(flat(net_state) | state)
 
@@ -125,24 +144,32 @@ class Oracle:
         opt_state = self.phases[self.num_steps][1].init(trained)
         return State(trained, frozen, net_state, opt_state, trained, scale)
 
-    def merged(self, params, frozen, dtype):
-        """All parameters of the model, in the dtype that it computes in."""
+    def merged(self, params, frozen, dtype, seen=None):
+        """All parameters of the model, in the dtype that it computes in.
+
+        `seen` is the matrix that the model had, where LoRA has dropped rows.
+        """
         params, frozen = to_float(dtype, (params, frozen))
         rank = self.config.get("finetuning.lora.rank")
         whole = {**params, **frozen}
         for path in [k for k in whole if k.endswith("_lora_a")]:
             name = path.removesuffix("_lora_a")
             a, b = whole.pop(path), whole.pop(f"{name}_lora_b")
+            if seen is not None:  # What is dropped changes nothing.
+                kept = (seen != whole[name]).any(axis=-1, keepdims=True)
+                a = jnp.where(kept, a / (1 - self.rate), 0)
             share = self.config.get("finetuning.lora.alpha", 16.0) / rank
             shape = whole[name].shape
             words = words_of(self.config, name, len(shape))
             whole[name] = whole[name] + change(words, shape, a, share * b)
         return whole
 
-    def apply(self, params, frozen, net_state, batch, is_training):
+    def apply(self, params, frozen, net_state, batch, is_training, share=0):
         """Outputs in float32, and the new network state."""
-        inputs = to_float(self.dtype, self.inputs(batch))
-        whole = nested(self.merged(params, frozen, self.dtype))
+        inputs, seen = to_float(self.dtype, self.inputs(batch)), None
+        if self.rate and is_training:
+            seen = net_state["~"]["seen"][net_state["~"]["count"], share]
+        whole = nested(self.merged(params, frozen, self.dtype, seen))
         with hk.intercept_methods(norms_in_float32):
             outputs, new = self.model.apply(whole, net_state, None, inputs, is_training)
         return to_float(jnp.float32, outputs), to_float(jnp.float32, new)
@@ -158,12 +185,12 @@ class Oracle:
         weights = values.pop("example_weight", jnp.ones_like(values["loss"]))
         return values, jnp.where(weights < 0, jnp.nan, weights)
 
-    def gradient(self, state, batch):
+    def gradient(self, state, batch, share):
         """Gradient of the weighted sum of the losses, and all sums."""
 
         def loss(params):
             outputs, new = self.apply(
-                params, state.frozen, state.net_state, batch, True
+                params, state.frozen, state.net_state, batch, True, share
             )
             values, weights = self.weighed(self.task(outputs, batch))
             weight = jnp.sum(weights)
@@ -175,12 +202,12 @@ class Oracle:
         grads = {k: x / state.scale * weight for k, x in grads.items()}
         return (grads, sums, weight), new
 
-    def accumulated(self, state, batch):
+    def accumulated(self, state, batch, share):
         """Sums over the micro-batches of a share of a batch."""
         n, total = self.config.get("accumulate_steps", 1), None
         for j in range(n):  # Every n-th row.
             micro_batch = jax.tree.map(lambda x, j=j: x[j::n], batch)
-            sums, net_state = self.gradient(state, micro_batch)
+            sums, net_state = self.gradient(state, micro_batch, share)
             state = state._replace(net_state=net_state)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         return total, state.net_state
@@ -190,7 +217,7 @@ class Oracle:
         n = self.shares
         split = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
         rows = [jax.tree.map(lambda x, i=i: x[i], split) for i in range(n)]
-        results = [self.accumulated(state, x) for x in rows]
+        results = [self.accumulated(state, x, i) for i, x in enumerate(rows)]
         add = lambda *x: functools.reduce(jnp.add, x)  # noqa: E731
         _, sums, weight = jax.tree.map(add, *(x for x, _ in results))
         weight = jnp.where(weight == 0, 1, weight)
@@ -284,8 +311,12 @@ class Oracle:
         best, losses = None, []
         for step, batch in enumerate(batches, 1):
             end = min(n for n in self.phases if n >= step)
-            state, scalars = self.step(state, batch, step - 1, end)
-            scalars = {k: float(x) for k, x in scalars.items()}
+            new, scalars = self.step(state, batch, step - 1, end)
+            is_left_out = step in self.left_out
+            state = state if is_left_out else new
+            scalars = {
+                k: math.nan if is_left_out else float(x) for k, x in scalars.items()
+            }
             if self.config["task.name"] == "language_model":
                 scalars["perplexity"] = math.exp(scalars["loss"])
             lines[step] = {f"train/{k}": x for k, x in scalars.items()}

@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+from pathlib import Path
 
+import grain
 import numpy as np
+import orbax.checkpoint as ocp
 from ml_collections.config_flags import config_path
 from safetensors.numpy import load_file
 
@@ -12,17 +15,23 @@ from haiku_template.data import (
     BatchSpec,
     Data,
     EvaluationSet,
+    GrainDataset,
     Split,
     bucketed,
+    from_iterator,
     from_split,
 )
 from haiku_template.devices import DeviceManager
+from haiku_template.finetuning import save_adapters
+from haiku_template.params import unflatten
 from haiku_template.runs import Run, start
-from haiku_template.runs.export import export_safetensors
+from haiku_template.runs.export import export_adapters, export_safetensors
 from haiku_template.storage import read
 from haiku_template.training import Experiment
-from tests.oracle.draw import examples, further
+from tests.oracle.draw import examples, further, text_of
+from tests.oracle.models import PREPROCESS
 from tests.oracle.plain import flat
+from tests.oracle.texts import LINES, STREAMS, write
 
 
 class Stopped(Exception):
@@ -68,13 +77,54 @@ def data(spec: BatchSpec, **case) -> Data:
             for x in (train, test)
         ]
         return bucketed(lists[0], spec, (3, 8), mask="mask", evaluation=lists[1])
+    if kind == "ahead":
+        sets = forward(train, spec), EvaluationSet(*test.values(), spec.batch_size)
+        return Data(*sets, case["num_outputs"])
+    if kind == "grain":
+        return Data(*of_grain(train, test, spec), case["num_outputs"])
     split = Split(train["inputs"], train["labels"], test["inputs"], test["labels"])
-    made = from_split(split, spec._replace(labels="any"))
+    how = {"augment": shaken, "preprocess": PREPROCESS["changed"]}
+    how = how if kind == "changed" else {}
+    made = from_split(split, spec._replace(labels="any"), **how)
     sets = {
         name: EvaluationSet(x["inputs"], x["labels"], spec.batch_size)
         for name, x in further(case).items()
     }
     return made._replace(num_outputs=case["num_outputs"], evaluations=sets)
+
+
+def shaken(inputs, rng):
+    """Draws the last number of each example."""
+    drawn = rng.random(len(inputs)).astype(np.float32)
+    return np.concatenate([inputs[:, :-1], drawn[:, None]], axis=1)
+
+
+def forward(train, spec):
+    """Batches of a generator, which reuses its arrays; the last rows are dropped."""
+
+    def make():
+        own = {k: np.empty_like(x[: spec.batch_size]) for k, x in train.items()}
+        for end in range(spec.batch_size, len(train["inputs"]) + 1, spec.batch_size):
+            for name, x in own.items():
+                x[:] = train[name][end - spec.batch_size : end]
+            yield own
+
+    return from_iterator(make)
+
+
+def of_grain(train, test, spec):
+    """Sets of Grain's: to train on, shuffled without end, and to evaluate on."""
+
+    def rows(arrays):
+        row = lambda i: {k: x[i] for k, x in arrays.items()}  # noqa: E731
+        return grain.MapDataset.range(len(arrays["inputs"])), row
+
+    source, row = rows(train)
+    source = source.shuffle(seed=spec.seed).repeat().map(row)
+    held_out, own_row = rows(test)
+    return [
+        GrainDataset(x.batch(spec.batch_size)) for x in (source, held_out.map(own_row))
+    ]
 
 
 def config_of(case, folder):
@@ -87,13 +137,88 @@ def config_of(case, folder):
     keys = ("seed", "kind", "num_train", "num_test", "num_outputs", "bad")
     config.data = {key: case[key] for key in keys}
     config.data.name = "tests.oracle.template:data"
-    if case["kind"] in ("mlp", "numbers", "resnet", "noisy"):
+    if case["kind"] in ("mlp", "numbers", "resnet", "noisy", "pixels"):
         config.data = {"name": "npz", "path": str(folder / "examples.npz")}
         (x, y), (x_test, y_test) = (part.values() for part in examples(case))
         np.savez(config.data.path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+        if case["kind"] == "pixels":
+            config.data.scale_pixels = True
+    if case["kind"] in (*STREAMS, *LINES, "texts"):
+        config.data = _text_file(case, folder)
     for key, value in values.items():
         config_path.set_value(key, config, value, accept_new_attributes=True)
     return config
+
+
+def _text_file(case, folder):
+    """Writes a text file, and tells where it is and what is held out."""
+    train, test = text_of(case)
+    if case["kind"] == "bytes":  # Of one file, whose end is held out.
+        (folder / "text.txt").write_bytes(train + test)
+        fraction = (len(test) + 0.5) / len(train + test)
+        keys = {"path": str(folder / "text.txt"), "validation_fraction": fraction}
+        return {"name": "bytes", "eval_windows": None} | keys
+    ending = ".npy" if case["kind"] == "stream" else ".jsonl"
+    paths = [folder / f"{part}{ending}" for part in ("train", "test")]
+    for path, content in zip(paths, (train, test), strict=True):
+        write(path, content)
+    keys = dict(zip(("path", "validation_path"), map(str, paths), strict=True))
+    if case["kind"] == "stream":
+        return {"name": "tokens", "vocab_size": 11, "eval_windows": None} | keys
+    return {"name": "jsonl"} | keys
+
+
+def source_run(case, config, folder):
+    """Trains a run to start from; returns what plain Orbax reads of its best step."""
+    source, usual = config.copy_and_resolve_references(), default_config()
+    source.finetuning, source.optimizer = usual.finetuning, usual.optimizer
+    source.num_epochs = source.early_stop.patience = source.exact_elastic = None
+    source.init_from = source.ema_decay = None
+    source.update({"num_steps": 4, "seed": config.seed + 20, "log_every": 1})
+    source.optimizer.learning_rate = 1e-2
+    for key, value in case["source"].items():
+        config_path.set_value(key, source, value)
+    workdir = folder / "source"
+    devices = DeviceManager.create("cpu", num_devices=1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        start.run(source, devices, str(workdir))
+    rows = read(workdir / "metrics.jsonl")
+    losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    saved = {int(x.name) for x in (workdir / "checkpoints").iterdir()}
+    losses = {step: loss for step, loss in losses.items() if step in saved}
+    choose = min if case["source"]["best_mode"] == "min" else max
+    step = choose(sorted(losses), key=losses.get)
+    path = (workdir / "checkpoints" / str(step) / "state").absolute()
+    state = ocp.PyTreeCheckpointer().restore(path)
+    is_averaged = case["source"].keys() & {"ema_decay", "optimizer.name"}
+    params = state["ema_params"] if is_averaged else state["params"]
+    net_state = {f"state:{k}": x for k, x in flat(state["net_state"]).items()}
+    return str(workdir), {**flat(params), **net_state}
+
+
+def adapters_of(case, config, folder):
+    """Writes a file of adapters to start from; returns its path, and what it has."""
+    devices = DeviceManager.create("cpu", num_devices=1)
+    first = config.copy_and_resolve_references()
+    with contextlib.redirect_stdout(io.StringIO()):
+        if case["adapters"] == "exported":
+            first.num_epochs = first.early_stop.patience = None
+            first.update({"num_steps": 2, "seed": config.seed + 30, "keep_last": 2})
+            start.run(first, devices, str(folder / "first"))
+            export_adapters(Run.open(folder / "first", devices), folder / "adapters")
+            file = folder / "adapters" / "adapters.safetensors"
+            return str(folder / "adapters"), load_file(file)
+        first.seed = config.seed  # Of frozen parameters, if none are read.
+        trainer = Experiment.from_config(first, devices).trainer(devices)
+        state, rng = trainer.init(), np.random.default_rng(case["seed"])
+        noise = {
+            path: (x + rng.normal(scale=0.1, size=x.shape)).astype(np.float32)
+            for path, x in flat(devices.fetch(state.params)).items()
+        }
+        lora, params = trainer.recipe.plan.lora, devices.replicate(unflatten(noise))
+        file = folder / "adapters.safetensors"
+        save_adapters(file, params, state.frozen, lora, devices, step=1)
+    return str(file), noise
 
 
 def beginning(case, config, num_steps):
@@ -113,27 +238,49 @@ def beginning(case, config, num_steps):
 def trained(case, config, folder):
     """Trains a case, stopped and resumed or in one go; returns what it gives."""
     workdir = folder / "run"
-
-    def stop(event):
-        if event.what == "step" and event.step == case["stops_at"]:
-            raise Stopped
-
     with contextlib.redirect_stdout(io.StringIO()):
         devices = DeviceManager.create("cpu", num_devices=case["devices"])
-        if case["stops_at"] is not None:
+        if case["stops_at"] is not None or case["left_out"]:
             first = config.copy_and_resolve_references()
             if case["extends"]:
                 first.num_steps = case["stops_at"]
-            hooks = [] if case["extends"] else [stop]
-            with contextlib.suppress(Stopped):
-                start.run(first, devices, str(workdir), hooks=hooks)
+            until = None if case["extends"] else case["stops_at"]
+            _start(first, devices, workdir, until)
+            _trouble(case, config, workdir)
             devices = DeviceManager.create("cpu", num_devices=case["devices_then"])
-        start.run(config, devices, str(workdir))
+        rewind = ",".join(map(str, case["left_out"])) or None
+        if case["trouble"] == "stops again":
+            last = case["config"]["num_steps"] - 1
+            _start(config, devices, workdir, last, rewind=rewind)
+            rewind = None
+        start.run(config, devices, str(workdir), rewind=rewind)
         parts = _parts_of(Run.open(workdir, devices), case)
         if case["asks_best"]:
             best = Run.open(workdir, devices, "best")
             parts["best"] = flat(devices.fetch(best.parameters()[0]))
     return parts | _lines_of(workdir, case)
+
+
+def _start(config, devices, workdir, until, **options):
+    """Starts a run, which an error of a hook ends after a step, if at any."""
+
+    def stop(event):
+        if event.what == "step" and event.step == until:
+            raise Stopped
+
+    hooks = [] if until is None else [stop]
+    with contextlib.suppress(Stopped):
+        start.run(config, devices, str(workdir), hooks=hooks, **options)
+
+
+def _trouble(case, config, workdir):
+    """What becomes of a run that has stopped, before it is started again."""
+    if case["trouble"] == "killed":  # It has not saved its last step.
+        folder = workdir / "checkpoints"
+        if len([*folder.glob("[0-9]*")]) > 1:
+            folder.joinpath(str(case["stops_at"])).rename(workdir / "lost")
+    if case["trouble"] == "loses its source":
+        Path(config.init_from).rename(workdir.parent / "gone")
 
 
 def _parts_of(run, case):
@@ -147,9 +294,9 @@ def _parts_of(run, case):
         "merged": fetch(run.parameters()[0]),
         "evaluate": run.evaluate(run.evaluation_set()),
     }
-    inputs = test if case["kind"] == "points" else test["inputs"]
+    inputs = test if case["kind"] == "points" else {"inputs": test["inputs"]}
     parts["predictions"] = flat({"outputs": run.predict(inputs)})
-    if case["config"]["model.name"] != "gpt":
+    if case["config"]["model.name"] not in ("gpt", "bert"):
         output = run.workdir.parent / "exported"
         export_safetensors(run, output)
         parts["exported"] = load_file(output / "model.safetensors")
