@@ -44,6 +44,9 @@ NUM_STEPS = "num_steps"  # With which the run began: a schedule may end with it.
 STEPS = {"train step", "evaluation step", "first parameters", "steps over devices"}
 # The identity on one device. Why: docs/decisions/storage.md#fingerprint
 IDENTITIES = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
+IDENTITIES |= {"pmax", "pmin"}
+# So are these where they add no axis.
+TILED = {"all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter"}
 # Calls of an inner jaxpr with the same arguments, and the parameters that hold it.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
 CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"}
@@ -235,7 +238,9 @@ def _equation(equation: Any, arguments: list[str]) -> list[str]:
     # A division by one is an average over one device.
     divisor = getattr(equation.invars[-1], "val", 0) if name == "div" else 0
     identities = _identities.get()
-    if name in identities or (identities and np.ndim(divisor) == 0 and divisor == 1):
+    is_one = np.ndim(divisor) == 0 and divisor == 1
+    is_one |= name in TILED and params["tiled"]
+    if name in identities or (identities and is_one):
         return arguments[: len(equation.outvars)]
     if name in CALLS:
         return _results(next(params[x] for x in BODIES if x in params), arguments)

@@ -169,6 +169,26 @@ def test_how_a_step_of_ones_own_averages_is_in_the_fingerprint():
     assert all(x == found["mean"] for x in found.values())
 
 
+def gathering(axis_name):
+    """A model that looks at the examples of all devices."""
+
+    def forward(inputs, is_training):
+        x = jax.nn.relu(hk.Linear(16)(inputs + TABLE))
+        every = jax.lax.stop_gradient(x)
+        top = every.max(axis=0)
+        if axis_name is not None:
+            every = jax.lax.all_gather(every, axis_name, tiled=True)
+            top = jax.lax.pmax(top, axis_name)
+        return hk.Linear(2)(x - top - every.mean(axis=0))
+
+    return hk.transform(forward)
+
+
+def test_what_one_device_gathers_of_all_is_no_other_program():
+    """A run that began on one device goes on on four."""
+    assert of(4, model=gathering("data")) == of(1, model=gathering(None))
+
+
 FACTOR = 2.0
 
 
