@@ -314,8 +314,9 @@ class Oracle:
             new, scalars = self.step(state, batch, step - 1, end)
             is_left_out = step in self.left_out
             state = state if is_left_out else new
-            scalars = {
-                k: math.nan if is_left_out else float(x) for k, x in scalars.items()
+            has_none = lambda x, out=is_left_out: out or not jnp.isfinite(x)  # noqa: E731
+            scalars = {  # A line has null for what is infinite, too.
+                k: math.nan if has_none(x) else float(x) for k, x in scalars.items()
             }
             if self.config["task.name"] == "language_model":
                 scalars["perplexity"] = math.exp(scalars["loss"])
