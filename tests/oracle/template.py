@@ -174,6 +174,7 @@ def source_run(case, config, folder):
     source.finetuning, source.optimizer = usual.finetuning, usual.optimizer
     source.num_epochs = source.early_stop.patience = source.exact_elastic = None
     source.init_from = source.ema_decay = None
+    _without_bad(source)
     source.update({"num_steps": 4, "seed": config.seed + 20, "log_every": 1})
     source.optimizer.learning_rate = 1e-2
     for key, value in case["source"].items():
@@ -196,6 +197,12 @@ def source_run(case, config, folder):
     return str(workdir), {**flat(params), **net_state}
 
 
+def _without_bad(config):
+    """Leaves out an example whose weight below 0 may end a run at its first step."""
+    if "bad" in config.data:
+        config.data = config.data.to_dict() | {"bad": None}
+
+
 def adapters_of(case, config, folder):
     """Writes a file of adapters to start from; returns its path, and what it has."""
     devices = DeviceManager.create("cpu", num_devices=1)
@@ -203,6 +210,7 @@ def adapters_of(case, config, folder):
     with contextlib.redirect_stdout(io.StringIO()):
         if case["adapters"] == "exported":
             first.num_epochs = first.early_stop.patience = None
+            _without_bad(first)
             first.update({"num_steps": 2, "seed": config.seed + 30, "keep_last": 2})
             start.run(first, devices, str(folder / "first"))
             export_adapters(Run.open(folder / "first", devices), folder / "adapters")
