@@ -123,11 +123,8 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     try:
         sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
     except KeyError as error:
-        batches = trainer.feed.example, dataset.batch(0)
-        names = [sorted(x) if isinstance(x, dict) else [] for x in batches]
-        if names[0] == names[1]:
-            raise
-        raise _other_names(error, *names) from error
+        _check_names(error, trainer.feed.example, dataset.batch(0))
+        raise
     numbers = jax.tree.map(lambda x: np.ones(x.shape), sums)
     try:
         names = summarize(numbers, trainer.derived)
@@ -141,12 +138,15 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         check_measured("early_stop.metric", early, names)
 
 
-def _other_names(error: KeyError, train: Any, evaluation: Any) -> ConfigError:
-    return ConfigError(
-        f"the evaluation asks for {error}; a batch of the evaluation set has "
-        f"{', '.join(evaluation)}, and one to train on {', '.join(train)}: a task or a "
-        "model may take what both have"
-    )
+def _check_names(error: KeyError, *batches: Any) -> None:
+    names = [sorted(map(str, x)) if isinstance(x, dict) else [] for x in batches]
+    train, evaluation = map(", ".join, names)
+    if train != evaluation:
+        raise ConfigError(
+            f"the evaluation asks for {error}; a batch of the evaluation set has "
+            f"{evaluation}, and one to train on {train}: a task or a model may take "
+            "what both have"
+        ) from error
 
 
 def _warn_of_numbers(of_batch: Sequence[str]) -> None:
