@@ -214,6 +214,8 @@ def test_a_save_that_blocks_is_left_and_the_checkpoint_before_is_whole(folder, s
     code, errors = stopped(folder, name, "save", "", signal.SIGTERM, *more)
     said = f"{second} received again" if second else "did not end within 6 s"
     assert code == (130 if second == "SIGINT" else 75) and said in errors, errors
+    told = "SIGTERM received: the run saves and ends after the call that is under way"
+    assert (told in errors) == (second is None), errors  # Within 3 s nothing is.
     steps = [x.name for x in (folder / name / "checkpoints").iterdir()]
     assert "10" in steps and "20" not in steps
     finish(folder, name)

@@ -31,6 +31,11 @@ AGREED = 3  # Times as long until several processes have agreed on a step.
 UNSAVED = errors.NonFiniteError, errors.ReplayError, errors.ReplicaError
 UNSAVED += StorageError, Interrupted
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
+TELL_SECONDS = 3.0  # That a signal goes without a word.
+UNDER_WAY = (
+    "the run saves and ends after the call that is under way; a second signal ends it "
+    "now, and what is not saved is lost"
+)
 LATE = (
     "the run did not end within {:.0f} s: what was not saved by then is lost; the same "
     "command resumes the last checkpoint"
@@ -162,6 +167,7 @@ class StopSignals:
                 self._runtime.tell()  # The main thread may be in C.
                 patience, reason = AGREED * patience, reason + self._runtime.place
             self.end_in_time(max(patience, CALLS * self._longest), reason, code)
+            self._start_timer(TELL_SECONDS, logger.warning, f"{reason}: {UNDER_WAY}")
         elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
             sentence = f"{signal.Signals(number).name} {signals.AGAIN}"
             self._start_timer(signals.SECOND_PATIENCE, self._force, sentence, code)
