@@ -426,6 +426,18 @@ def test_a_run_is_evaluated_on_arrays(run, expected):
         run.evaluate(NEW)
 
 
+def test_a_trainer_takes_the_arrays_that_a_run_takes(run, expected):
+    """It ended in an AttributeError: a dict has no `num_batches`."""
+    trainer, state, arrays = run.trainer, run.state, {"inputs": NEW, "labels": Y[:11]}
+    assert trainer.evaluate(state, arrays) == run.evaluate(arrays)
+    outputs = np.concatenate([*trainer.predict(state, NEW)])
+    np.testing.assert_array_equal(outputs, run.predict(NEW))
+    with pytest.raises(ConfigError, match="the set of examples has no labels"):
+        trainer.evaluate(state, NEW)
+    with pytest.raises(ConfigError, match="uint8, and the run was trained on float32"):
+        [*trainer.predict(state, NEW.astype(np.uint8))]
+
+
 def test_where_labels_come_from_is_said_for_the_run_s_own_labels():
     """Numbers have no folders of pictures, and ten classes are not eight."""
     for labels, end in ((Y, " 7 and 2 more\\)"), (X[:, 0], "a column `label`")):

@@ -161,7 +161,11 @@ def _other_names(where: str, paths: Iterable[str], like: Any) -> ConfigError:
 
 
 def as_labelled(
-    arrays: Any, data: Data, batch_size: int, where: str, kind: str = "any"
+    arrays: Any,
+    data: Data,
+    batch_size: int,
+    where: str = "the set of examples",
+    kind: str = "any",
 ) -> Any:
     """Makes an evaluation set as `as_dataset`, with all that the run's batches have.
 

@@ -218,15 +218,10 @@ class Run:  # Why: docs/decisions/house.md#run
         last batch is padded; of several processes each predicts its own arrays. Raises
         `ConfigError` for other shapes, dtypes or names than the run's.
         """
-        from haiku_template.data.examples import as_dataset
-
         self.check_outputs()
-        data, size = self.trainer.experiment.data, self.trainer.feed.batch_size
-        whole_batch = self.trainer.recipe.task.whole_batch
-        dataset = as_dataset(arrays, data, size, whole_batch=whole_batch)
         state = self.state
         with self.devices.explicit_transfers():
-            outputs = list(self.trainer.predict(state, dataset))
+            outputs = list(self.trainer.predict(state, arrays))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
 
     def evaluate(

@@ -18,6 +18,7 @@ from jax.tree_util import tree_leaves_with_path
 from haiku_template import finetuning as tuning
 from haiku_template import stored
 from haiku_template.data import each_shape
+from haiku_template.data.examples import as_dataset, as_labelled
 from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
@@ -209,7 +210,10 @@ class Trainer:
         return self.initializer.init(self.layout)
 
     def batches(self, start: int, stop: int) -> AbstractContextManager:
-        """Prefetches the batches of steps `start` to `stop - 1` onto the devices."""
+        """Context of the batches of steps `start` to `stop - 1`, put ahead of them.
+
+        `with trainer.batches(0, 10) as batches`: its exit ends the thread.
+        """
         return self.feed.batches(start, stop)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -250,8 +254,12 @@ class Trainer:
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
         """Computes metrics over an evaluation set, exact on any number of devices.
 
-        By default over all of the experiment's, the further as `eval/NAME/...`.
+        By default over all of the experiment's, the further as `eval/NAME/...`; arrays
+        [N, ...] with the names of a batch are a set. Raises `ConfigError` for others.
         """
+        if dataset is not None:
+            data, size = self.experiment.data, self.feed.batch_size
+            dataset = as_labelled(dataset, data, size, kind=self.recipe.task.labels)
         return self.measure(state, dataset)[0]
 
     def measure(
@@ -312,15 +320,19 @@ class Trainer:
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host.
 
-        Outputs of a whole batch are None; raises `ConfigError` if there are no others.
+        Arrays [N, ...] are a set, as for `evaluate`. Outputs of a whole batch are None;
+        raises `ConfigError` if there are no others.
         """
-        dataset = self.experiment.data.evaluation if dataset is None else dataset
+        data, size = self.experiment.data, self.feed.batch_size
+        whole_batch = self.recipe.task.whole_batch
+        dataset = data.evaluation if dataset is None else dataset
+        dataset = as_dataset(dataset, data, size, whole_batch=whole_batch)
         # Gathered once: for its batches a process waits for no other.
         variables, frozen = self.devices.gather(state.of_model())
         return self.devices.map_batches(
             lambda _, batch: self._predict_step(variables, frozen, batch),
             None,
-            placed_inputs(dataset, self.recipe.task.whole_batch, self.feed.alone),
+            placed_inputs(dataset, whole_batch, self.feed.alone),
         )
 
     def padded_size(self, dataset: Any) -> int:
