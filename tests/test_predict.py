@@ -426,6 +426,19 @@ def test_a_run_is_evaluated_on_arrays(run, expected):
         run.evaluate(NEW)
 
 
+def test_more_outputs_than_a_terminal_has_room_for_are_not_printed(
+    run, monkeypatch, capsys
+):
+    """Logits of each token went on for minutes."""
+    monkeypatch.setattr(predictions, "MOST_PRINTED", 1)
+    examples = SimpleNamespace(dataset=run.evaluation_set(), files=())
+    print_predictions(run, examples)
+    assert len(capsys.readouterr().out.splitlines()) == 16
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with pytest.raises(ConfigError, match="outputs, which no terminal has room for"):
+        print_predictions(run, examples)
+
+
 def test_a_trainer_takes_the_arrays_that_a_run_takes(run, expected):
     """It ended in an AttributeError: a dict has no `num_batches`."""
     trainer, state, arrays = run.trainer, run.state, {"inputs": NEW, "labels": Y[:11]}

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import sys
 import types
 import zipfile
@@ -23,6 +24,8 @@ from haiku_template.storage.manifest import bits
 from haiku_template.training import Trainer
 from haiku_template.training.evaluation import num_rows
 from haiku_template.training.state import TrainState
+
+MOST_PRINTED = 10_000  # Numbers of an example, on a terminal.
 
 
 def read_examples(run: Run, name: str) -> Any:
@@ -113,6 +116,8 @@ def print_predictions(run: Run, examples: Any = None) -> None:
     """Prints a JSON object for each example: its class and probability, or outputs.
 
     The outputs of a loss of one's own are no logits to it: they stay, beside the class.
+    Raises `ConfigError` for more than `MOST_PRINTED` of an example, such as logits of
+    tokens, on a terminal.
     """
     run.check_outputs()
     is_softmax = run.trainer.recipe.task.labels == "classes"
@@ -121,7 +126,17 @@ def print_predictions(run: Run, examples: Any = None) -> None:
             if "class" in batch and is_softmax:
                 (logits,) = jax.tree.leaves(batch.pop("outputs"))
                 batch["probability"] = _probability(logits)
+            _check_printable(batch)
             sys.stdout.writelines(map(json_line, _rows(batch)))
+
+
+def _check_printable(batch: dict[str, Any]) -> None:
+    size = sum(math.prod(np.shape(x)[1:]) for x in jax.tree.leaves(batch))
+    if size > MOST_PRINTED and sys.stdout.isatty():
+        raise ConfigError(
+            f"an example has {size:,} outputs, which no terminal has room for; "
+            "--output=FILE.npz writes arrays, and --output=FILE.jsonl a line for each"
+        )
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:
