@@ -1,7 +1,8 @@
-"""Data set `jsonl`: texts with labels, or prompts with completions.
+"""Data set `jsonl`: texts with labels, prompts with completions, or texts alone.
 
 {"text": "A fine film.", "label": "positive"}
 {"prompt": "Capital of France?", "completion": " Paris"}
+{"text": "Once upon a time"}
 
 The same columns may be those of a CSV or Parquet file.
 """
@@ -46,13 +47,20 @@ class Columns(NamedTuple):
     text: str
     text_pair: str | None
     label: str
-    prompt: str
+    prompt: str | None  # None where texts alone are completions of nothing.
     completion: str
+
+    def without_prompts(self, values: dict[str, Any]) -> "Columns":
+        """Columns of a language model's rows, which may be texts alone."""
+        others = {self.label, self.prompt, self.completion}
+        if self.text not in values or others & values.keys():
+            return self
+        return self._replace(prompt=None, completion=self.text)
 
     def of(self, kind: str) -> tuple[str, ...]:
         """Columns for a kind of labels that a task needs; `texts` has none."""
         if kind == "tokens":
-            return self.prompt, self.completion
+            return (self.prompt, self.completion) if self.prompt else (self.completion,)
         inputs = (self.text, self.text_pair) if self.text_pair else (self.text,)
         return inputs if kind == "texts" else (*inputs, self.label)
 
@@ -124,10 +132,11 @@ def jsonl(
 
     For the task `classification`, inputs are an encoder's, and the labels to train on,
     sorted or as `classes` has them, are the classes. For `language_model`, an input is
-    prompt, completion and the end of a text, and the loss is of the last two. Others
-    take either. `truncate` cuts the end of a text, or the beginning of a prompt and its
-    completion. With `packing`, an example of a batch is a window; evaluation is of each
-    line alone. Pairs of texts are held out by the first.
+    prompt, completion and the end of a text, and the loss is of the last two; a file
+    of texts alone has no prompts. Others take either. `truncate` cuts the end of a
+    text, or the beginning of a prompt and its completion. With `packing`, an example of
+    a batch is a window; evaluation is of each line alone. Pairs of texts are held out
+    by the first.
     """
     file = data_file(path)
     columns = Columns(text, text_pair, label, prompt, completion)
@@ -135,6 +144,8 @@ def jsonl(
         raise ConfigError(f"context={context}; possible is 1 or more")
     first = next(rows := read_rows(file, columns))
     labels = _labels(first, columns, spec.labels)
+    if labels == "tokens":
+        columns = columns.without_prompts(first.values)
     if packing and labels != "tokens":
         raise ConfigError(
             "packing=True is for prompts with completions, and the labels here are "
@@ -145,7 +156,8 @@ def jsonl(
         rows = read_rows(data_file(validation_path, key="validation_path"), columns)
         held_out = Lines(rows, columns, labels)
     else:
-        training, held_out = _split(training, validation_fraction)
+        place = 1 if columns.prompt else 2  # In a line: its prompt, or all of a text.
+        training, held_out = _split(training, validation_fraction, place)
     coder = Tokenizer(tokenizer)
     size = coder.size if vocab_size is None else vocab_size
     if size < coder.size:
@@ -236,15 +248,15 @@ def _values(row: Row, columns: Columns, labels: str) -> tuple:
             shown = json.dumps(value, default=str)
             raise ConfigError(f"{where} has {name}={shown}; {need} is needed")
     if labels == "tokens":
-        return tuple(values[name] for name in names)
+        return values[columns.prompt] if columns.prompt else "", values[names[-1]]
     pair = values[columns.text_pair] if columns.text_pair else None
     target = values[columns.label] if labels == "classes" else None
     return values[columns.text], target, pair
 
 
-def _split(lines: Lines, fraction: float) -> tuple[Lines, Lines]:
+def _split(lines: Lines, fraction: float, place: int) -> tuple[Lines, Lines]:
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    ranks = (rank(line.text.encode(errors="surrogatepass")) for line in lines)
+    ranks = (rank(line[place].encode(errors="surrogatepass")) for line in lines)
     ranks, places = np.unique(np.fromiter(ranks, float), return_inverse=True)
     alone = f"{lines[0].where} and all others have the same text, so that nothing can "
     is_held = hold_out(places, ranks, fraction, alone + "be held out")

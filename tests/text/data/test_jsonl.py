@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -300,6 +301,29 @@ def test_other_mistakes_are_refused(tmp_path, labelled):
     nothing = write(tmp_path / "n.jsonl", [{"prompt": "a", "completion": ""}])
     data = jsonl(LANGUAGE, path=nothing, validation_fraction=0)
     assert data.train.batch(0)["loss_mask"].sum(axis=1).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_language_model_takes_texts_alone_as_completions_of_nothing(
+    tmp_path, packing
+):
+    words = ["".join(chr(97 + (i * j) % 26) for j in range(3 + i)) for i in range(20)]
+    alone = write(tmp_path / "a.jsonl", [{"text": x, "id": 3} for x in words])
+    pairs = [{"prompt": "", "completion": x} for x in words]
+    whole = write(tmp_path / "b.jsonl", pairs)
+    options = {"context": 64, "packing": packing, "validation_fraction": 0}
+    ours, theirs = (jsonl(LANGUAGE, path=x, **options) for x in (alone, whole))
+    for step in range(6):
+        trees = ours.train.batch(step), theirs.train.batch(step)
+        for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
+            np.testing.assert_array_equal(a, b)
+    split = jsonl(LANGUAGE, path=alone, context=64, validation_fraction=0.3)
+    assert split.evaluation.num_batches > 0  # By their own hashes.
+    new = Path(write(tmp_path / "new.jsonl", [{"text": "abc"}, {"text": "d"}]))
+    assert split.read(new).batch(0)["loss_mask"].sum(axis=1).tolist() == [4, 2]
+    write(new, [{"text": "abc"}, {"story": "d"}])
+    with pytest.raises(ConfigError, match="line 2 of .* has no text, only story"):
+        split.read(new)
 
 
 def test_a_new_text_may_be_longer_than_those_of_the_training_set(tmp_path):
