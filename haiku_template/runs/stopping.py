@@ -167,7 +167,7 @@ class StopSignals:
                 self._runtime.tell()  # The main thread may be in C.
                 patience, reason = AGREED * patience, reason + self._runtime.place
             self.end_in_time(max(patience, CALLS * self._longest), reason, code)
-            self._start_timer(TELL_SECONDS, logger.warning, f"{reason}: {UNDER_WAY}")
+            self._start_timer(TELL_SECONDS, _tell, reason)
         elif number == signal.SIGINT or now - self._first > TWICE_SECONDS:
             sentence = f"{signal.Signals(number).name} {signals.AGAIN}"
             self._start_timer(signals.SECOND_PATIENCE, self._force, sentence, code)
@@ -247,6 +247,10 @@ def sentence(reason: str, step: int | None, why: str = "") -> str:
     if step is not None:
         return f"{reason}: {SAVED.format(step)}"
     return f"{reason}, {NOTHING_NEW}" + f" ({why})" * bool(why)
+
+
+def _tell(reason: str) -> None:
+    logger.warning("%s: %s", reason, UNDER_WAY)  # With this file's name before it.
 
 
 def _save_or_warn(saves: Any) -> None:
