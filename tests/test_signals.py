@@ -283,8 +283,9 @@ def test_a_converter_s_child_ends_with_it(tmp_path):
     os.mkfifo(source)
     code = (
         "from haiku_template import signals; signals.install()\n"
-        "import sys, pathlib; pathlib.Path.is_file = lambda _: True\n"
-        "from haiku_template.pretrained import convert; convert(*sys.argv[1:])"
+        "import sys\n"
+        "from haiku_template.pretrained import converting\n"
+        "converting.is_file = lambda _: True; converting.convert(*sys.argv[1:])"
     )
     process = start("-c", code, source, tmp_path / "new/params.safetensors")
     deadline = time.monotonic() + 50

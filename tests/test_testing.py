@@ -93,7 +93,7 @@ def test_a_config_may_leave_out_the_warmup(tmp_path):
 
 
 def test_parts_that_do_not_fit_do_not_build():
-    with pytest.raises(ConfigError, match="one number per example"):
+    with pytest.raises(ConfigError, match="one number for 16 examples"):
         testing.assert_builds(config(task="task_of_one_number"))
 
 

@@ -30,6 +30,7 @@ from haiku_template.reporting import notebook
 from haiku_template.storage.files import Note
 from haiku_template.storage.workdir import LOG
 
+MEMORY = "/proc/self/statm"  # Linux alone has it.
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 REDRAW_SECONDS = 0.2
 STEP = Column(no_wrap=True, min_width=14)  # It is not cut off.
@@ -287,8 +288,7 @@ def _dtypes(tree: Any) -> str:
 def process_bytes() -> int | None:
     """Resident bytes of this process; None where the system does not tell."""
     try:
-        # Linux alone has it.
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path(MEMORY).read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
