@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 STATE = pretrained.BESIDE
 GROUP = 2**28  # Bytes of a run's parameters that are read at once.
-OF_A_RUN = {"num_outputs", "dropout"}  # Of a model's arguments, not its sizes.
 # Parameters by path, on the devices; the Haiku state, or None for the seed's.
 Loaded = tuple[dict[str, Any], hk.State | None]
 # From shapes and dtypes of all parameters, paths to leave out, shapes of the Haiku
@@ -208,30 +207,32 @@ def with_sizes(
 ) -> dict[str, Any]:
     """Completes `config.model` (keys None or absent) from a Hugging Face folder.
 
-    A run gives what its config has; other kinds of `init_from` change nothing. A key
-    that contradicts the folder or the run, or a damaged folder, is a `ConfigError`.
+    Other kinds of `init_from` change nothing. A key that contradicts the folder, or a
+    damaged folder, is a `ConfigError`; other heads than a run's are a warning.
     """
     if family and init_from is not None and _has_config(Path(init_from)):
-        sizes = _sizes_of_run(Path(init_from), family)
-    elif is_folder(init_from):
-        sizes = _describe(init_from, family).arguments
-    else:
+        _warn_of_heads(values.get("num_heads"), Path(init_from))
+    if not is_folder(init_from):
         return values
-    sizes = {k: x for k, x in sizes.items() if k not in OF_A_RUN}
+    sizes = _describe(init_from, family).arguments.items()
+    sizes = {k: x for k, x in sizes if k not in ("num_outputs", "dropout")}
     for key, value in sizes.items():
-        if key != "preset" and values.get(key) not in (None, value):
+        if values.get(key) not in (None, value):
             raise ConfigError(
                 f"config.model.{key}={values[key]}, and the model in {init_from} has "
                 f"{value}; leave the key out"
             )
-    return sizes | {k: x for k, x in values.items() if x is not None or k not in sizes}
+    return values | sizes
 
 
-def _sizes_of_run(path: Path, family: Family) -> dict[str, Any]:
+def _warn_of_heads(count: int | None, path: Path) -> None:
     saved = load(path / CONFIG)
-    sizes = with_sizes(saved.model.to_dict(), saved.get("init_from"), family)
-    names = {"preset", *(name for name, *_ in family.keywords)}
-    return {k: x for k, x in sizes.items() if k in names and x is not None}
+    other = saved.model.get("num_heads") if saved else None
+    if None not in (count, other) and count != other:
+        logger.warning(
+            f"config.model.num_heads={count}, and the run in {path} has {other}: no "
+            "shape shows them, and its parameters are those of another model"
+        )
 
 
 def vocabulary_of(init_from: str | None) -> int | None:

@@ -213,18 +213,21 @@ def test_a_folder_says_the_sizes_of_its_model(tmp_path):
     assert with_sizes({"name": "gpt"}, None, gpt.family) == {"name": "gpt"}
 
 
-def test_a_run_says_the_sizes_of_its_model(tmp_path):
-    model = {"name": "gpt", "preset": "124M", "num_layers": 2, "width": 64, "remat": 1}
+def test_other_heads_than_those_of_a_run_are_warned_of(tmp_path, caplog):
+    """No shape shows them: another model was trained on, without a word."""
     saved = configs.default_config()
-    saved.model = model | {"num_heads": None, "dropout": 0.1}
+    saved.model = {"name": "gpt", "width": 64, "num_heads": 4}
     (tmp_path / "config.json").write_text(saved.to_json())
-    values = with_sizes({"remat": False, "width": None}, str(tmp_path), gpt.family)
-    assert values == {"remat": False, "preset": "124M", "num_layers": 2, "width": 64}
-    other = with_sizes({"preset": "355M"}, str(tmp_path), gpt.family)
-    assert other["preset"] == "355M"
-    with pytest.raises(ConfigError, match=r"config\.model\.width=8, and the model in"):
-        with_sizes({"width": 8}, str(tmp_path), gpt.family)
-    assert with_sizes({"width": 8}, str(tmp_path), None) == {"width": 8}
+    for heads in (None, 4):
+        values = {"width": 64, "num_heads": heads}
+        assert with_sizes(values, str(tmp_path), gpt.family) == values
+    assert with_sizes({"num_heads": 2}, str(tmp_path), None) == {"num_heads": 2}
+    assert not caplog.text
+    with_sizes({"num_heads": 2}, str(tmp_path), gpt.family)
+    assert f"num_heads=2, and the run in {tmp_path} has 4: no shape" in caplog.text
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")  # Of a script.
+    with_sizes({"num_heads": 2}, str(tmp_path), gpt.family)
 
 
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
