@@ -189,6 +189,35 @@ def test_what_one_device_gathers_of_all_is_no_other_program():
     assert of(4, model=gathering("data")) == of(1, model=gathering(None))
 
 
+def over_rows(way):
+    """A model that reduces over the examples, an axis of `jax.vmap`."""
+
+    def forward(inputs, is_training):
+        x = hk.Linear(2)(inputs)
+        every = jax.lax.stop_gradient(x)  # A maximum has no derivative.
+        return x - jax.vmap(lambda row: way(row, "rows"), axis_name="rows")(every)
+
+    return hk.transform(forward)
+
+
+def test_a_reduction_over_examples_is_no_identity():
+    ways = jax.lax.psum, jax.lax.pmax, jax.lax.pmin, lambda row, axis_name: row
+    digests = {of(model=over_rows(way))["train step"] for way in ways}
+    assert len(digests) == len(ways)
+
+
+@pytest.mark.parametrize("model", [gathering("data"), over_rows(jax.lax.psum)])
+def test_a_run_has_the_digests_of_the_version_that_began_it(tmp_path, model):
+    token = fingerprint._identities.set(fingerprint.EARLIER)
+    run(tmp_path, 2, 4, model=model)
+    fingerprint._identities.reset(token)
+    saved = json.loads((tmp_path / "program.json").read_text())
+    assert saved["train step"] != of(4, model=model)["train step"]
+    run(tmp_path, 2, 4, model=model)
+    with pytest.raises(ConfigError, match="computed something else .*train step"):
+        run(tmp_path, 2, 4, model=over_rows(jax.lax.pmax))
+
+
 FACTOR = 2.0
 
 
