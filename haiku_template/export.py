@@ -28,6 +28,7 @@ from haiku_template import cli
 from haiku_template.errors import ConfigError
 
 FORMATS = ["safetensors", "npz", "stablehlo", "onnx", "adapters"]
+FILES = {".safetensors", ".npz", ".onnx"}
 FOLDERS = ["safetensors", "stablehlo", "adapters"]
 NAMES = ["haiku", "alphafold", "graphcast"]
 flags.DEFINE_enum("format", None, FORMATS, "What to write.", required=True)
@@ -59,10 +60,10 @@ def main() -> None:
         if values.format not in formats[name]:
             raise ConfigError(f"--{name} is not for --format={values.format}")
     output = Path(values.output)
-    if values.format in FOLDERS and output.suffix[1:] in FORMATS:
+    if values.format in FOLDERS and output.suffix in FILES:
         raise ConfigError(
             f"--format={values.format} writes a folder, and --output={output} is the "
-            f"name of a file; --output={output.with_suffix('')}"
+            "name of a file; name a new folder"
         )
     run = cli.open_run()
     from haiku_template import runs

@@ -712,6 +712,4 @@ def test_a_folder_is_not_written_under_the_name_of_a_file(tmp_path, format):
     flags = [f"--workdir={tmp_path}", f"--format={format}"]
     done = run_command("export", *flags, f"--output={tmp_path}/c.safetensors")
     assert done.returncode == 64, done.stderr
-    assert f"c.safetensors is the name of a file; --output={tmp_path}/c\n" in (
-        done.stderr
-    )
+    assert "c.safetensors is the name of a file; name a new folder" in done.stderr

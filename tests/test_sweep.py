@@ -255,20 +255,24 @@ def test_a_table_of_more_keys_than_a_terminal_has_room_for_names_its_runs(
     }
     assert len(keys) > 12
     for n in (1, 2):
-        run_with(30, [0.2, 0.3], **{key: type(x)(x + n) for key, x in keys.items()})
+        changes = {key: type(x)(x + n) for key, x in keys.items()}
+        run_with(30, [0.2, 0.3], **{"model.name": "x " * 60 + str(n)}, **changes)
     runs = comparison.summarize_runs(tmp_path)
     shown = {}
-    for width in (80, 1_000):
+    for width in (80, 2_000):
         monkeypatch.setenv("COLUMNS", str(width))
         comparison.show(tmp_path, runs)
         shown[width] = capsys.readouterr().out
         assert " run1 " in shown[width] and "eval/accuracy" in shown[width]
-        assert "…" not in shown[width]
+        assert " 20      │ stopped at 30 │" in shown[width] and "…" not in shown[width]
     differ = comparison.differing(runs)
-    left = next(x for x in shown[80].splitlines() if "no room in 80 columns" in x)
-    hidden = left.partition(" differ, too")[0].split(", ")
-    assert hidden == differ[-len(hidden) :] and len(hidden) < len(differ)
-    assert "no room" not in shown[1_000]
+    line = next(x for x in shown[80].splitlines() if "no room in 80 columns" in x)
+    hidden = line.partition(" differ, too")[0].split(", ")
+    assert "model.name" in hidden and {*hidden} < {*differ}
+    header = shown[80].splitlines()[2]
+    names = [x.rpartition(".")[2] for x in differ if x not in hidden]
+    assert len(names) >= 2 and all(f" {x} " in header for x in names)
+    assert "no room" not in shown[2_000]
 
 
 REFUSED = {

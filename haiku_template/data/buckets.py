@@ -149,9 +149,10 @@ class Trees:
                 )
             sizes = {path: len(x) for path, x in leaves.items() if np.ndim(x)}
             if not sizes:
+                there = some(filter(None, leaves), 4) or type(examples[i]).__name__
                 raise ConfigError(
-                    f"{name} {i} has no array [L, ...] but {some([*leaves], 4)}; "
-                    "np.asarray makes one of a list"
+                    f"{name} {i} has no array [L, ...] but {there}; np.asarray makes "
+                    "one of a list"
                 )
             if len(set(sizes.values())) != 1 or 0 in sizes.values():
                 raise ConfigError(

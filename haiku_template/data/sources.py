@@ -25,7 +25,7 @@ def _check(element: Any, source: str) -> None:
     if numbers or not leaves or (is_dict and set(element) == {"labels"}):
         kind = sorted(map(str, element)) if is_dict else type(element).__name__
         if any(numbers):
-            kind = f"{kind}, and no array at {numbers[0]} (np.asarray(list) is one)"
+            kind = f"{kind}, and no array of rows at {numbers[0]}"
         raise ConfigError(
             f"each element of {source} must be one batch, a dictionary with inputs and "
             "labels (these only where the task needs them), or another tree of arrays "

@@ -141,7 +141,7 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
 def _check_names(error: KeyError, *batches: Any) -> None:
     names = [sorted(map(str, x)) if isinstance(x, dict) else [] for x in batches]
     train, evaluation = map(", ".join, names)
-    if train != evaluation:
+    if str(*error.args[:1]) in {*names[0]} - {*names[1]}:
         raise ConfigError(
             f"the evaluation asks for {error}; a batch of the evaluation set has "
             f"{evaluation}, and one to train on {train}: a task or a model may take "

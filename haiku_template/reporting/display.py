@@ -4,6 +4,7 @@ import collections
 import contextlib
 import datetime
 import functools
+import io
 import logging
 import os
 import re
@@ -108,8 +109,8 @@ class Display:
         errors = sys.stderr
         self._show(self._bar.start)
         # The bar is drawn over what a handler writes to the stream that it began with.
-        if sys.stderr is not errors and errors.isatty():
-            handlers = [x for x in _handlers() if getattr(x, "stream", None) is errors]
+        if sys.stderr is not errors and _is_terminal(errors):
+            handlers = [x for x in _handlers() if x.stream is errors]
             self._streams = [(x, x.setStream(sys.stderr)) for x in handlers]
         return self
 
@@ -179,9 +180,16 @@ class Display:
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
 
 
-def _handlers() -> list[logging.Handler]:
+def _handlers() -> list[Any]:
     # absl's wraps the one that has the stream.
-    return [getattr(x, "python_handler", x) for x in logging.getLogger().handlers]
+    every = [getattr(x, "python_handler", x) for x in logging.getLogger().handlers]
+    return [x for x in every if isinstance(x, logging.StreamHandler)]
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Tests for a terminal itself: an object of a script's may copy what it gets."""
+    is_file = isinstance(stream, io.TextIOBase) and not stream.closed
+    return is_file and stream.isatty()
 
 
 def preamble(trainer: Any, state: Any, report: Any, start: int, hooks: Any) -> list:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from haiku_template import config as configs
@@ -147,31 +147,36 @@ def records(runs: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
     return ["run", *keys, title, "at step", "state"], rows
 
 
-def as_table(runs: Sequence[Summary], num_keys: int | None = None) -> Table:
-    """Tabulates runs, with the first `num_keys` of the keys that differ (None: all).
+def as_table(runs: Sequence[Summary], width: int | None = None) -> Table:
+    """Tabulates runs; keys that a terminal's `width` has no room for are left out.
 
     Long keys are shortened to their last word where it is enough.
     """
-    columns, rows = records(runs)
-    last = [column.rpartition(".")[2] for column in columns]
-    names = [y if last.count(y) == 1 else x for x, y in zip(columns, last, strict=True)]
-    keys = slice(1, -3)  # Before them the run, after them its best, at step, state.
-    for row in [names, *rows]:
-        row[keys] = row[keys][:num_keys]
+    columns = _columns(runs)
+    places = range(len(columns)) if width is None else _fitting(columns, width)
+    names, *rows = zip(*(columns[i] for i in places), strict=True)
     grid = table("Runs", names, rows)
-    grid.columns[0].min_width = min(WIDTH, max(len(run.name) for run in runs))
+    grid.columns[0].min_width = min(WIDTH, max(map(cell_len, columns[0])))
     return grid
 
 
-def _fitting(runs: Sequence[Summary], console: Console) -> tuple[Table, list[str]]:
-    """The table with as many keys as the console has room for, and those left out."""
-    keys = differing(runs)
-    any_width = console.options.update(max_width=10_000)
-    for num_keys in range(len(keys), 0, -1):
-        grid = as_table(runs, num_keys)
-        if Measurement.get(console, any_width, grid).minimum <= console.width:
-            return grid, keys[num_keys:]
-    return as_table(runs, 0), keys
+def _columns(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
+    names, rows = records(runs)
+    last = [name.rpartition(".")[2] for name in names]
+    names = [y if last.count(y) == 1 else x for x, y in zip(names, last, strict=True)]
+    return [*zip(names, *rows, strict=True)]
+
+
+def _fitting(columns: list[tuple[str, ...]], width: int) -> list[int]:
+    """Places of the run, its best, step and state, and of keys there is room for."""
+    sizes = [3 + max(map(cell_len, cells)) for cells in columns]  # And rules.
+    sizes[0] = min(sizes[0], 3 + WIDTH)
+    keys = range(1, len(columns) - 3)
+    room, places = width - 1 - sum(sizes) + sum(sizes[i] for i in keys), []
+    for i in keys:
+        if sizes[i] <= room:
+            places, room = [*places, i], room - sizes[i]
+    return [0, *places, *range(len(columns) - 3, len(columns))]
 
 
 def as_csv(runs: Sequence[Summary]) -> str:
@@ -199,10 +204,11 @@ def write_picture(folder: Path, runs: Sequence[Summary]) -> Path | None:
 def show(folder: Path, runs: Sequence[Summary]) -> None:
     """Prints a table of all runs, draws their curves, and prints the picture's path."""
     console = Console(highlight=False, markup=False)
-    grid, hidden = _fitting(runs, console)
-    console.print(grid)
-    if hidden:
-        also = f"{', '.join(hidden)} differ, too; --csv has them: no room in"
-        print(f"{also} {console.width} columns")
+    console.print(as_table(runs, console.width))
+    places = {*_fitting(_columns(runs), console.width)}
+    names = enumerate(differing(runs), 1)
+    if hidden := ", ".join(name for i, name in names if i not in places):
+        reason = f"no room in {console.width} columns"
+        print(f"{hidden} differ, too; --csv has them: {reason}")
     if picture := write_picture(folder, runs):
         print(picture)

@@ -50,7 +50,7 @@ class Columns(NamedTuple):
     prompt: str | None  # None where texts alone are completions of nothing.
     completion: str
 
-    def without_prompts(self, values: dict[str, Any]) -> "Columns":
+    def of_texts(self, values: dict[str, Any]) -> "Columns":
         """Columns of a language model's rows, which may be texts alone."""
         others = {self.label, self.prompt, self.completion}
         if self.text not in values or others & values.keys():
@@ -144,8 +144,7 @@ def jsonl(
         raise ConfigError(f"context={context}; possible is 1 or more")
     first = next(rows := read_rows(file, columns))
     labels = _labels(first, columns, spec.labels)
-    if labels == "tokens":
-        columns = columns.without_prompts(first.values)
+    columns = columns.of_texts(first.values) if labels == "tokens" else columns
     if packing and labels != "tokens":
         raise ConfigError(
             "packing=True is for prompts with completions, and the labels here are "
@@ -156,8 +155,7 @@ def jsonl(
         rows = read_rows(data_file(validation_path, key="validation_path"), columns)
         held_out = Lines(rows, columns, labels)
     else:
-        place = 1 if columns.prompt else 2  # In a line: its prompt, or all of a text.
-        training, held_out = _split(training, validation_fraction, place)
+        training, held_out = _split(training, validation_fraction)
     coder = Tokenizer(tokenizer)
     size = coder.size if vocab_size is None else vocab_size
     if size < coder.size:
@@ -183,14 +181,13 @@ def jsonl(
         train = PackedDataset(examples, context, spec)
     else:
         train = BucketedDataset(examples, lengths, spec)
-    evaluation = BucketedEvaluationSet(held_examples, lengths, spec.batch_size)
-    evaluation = evaluation if held_out else None
-    data = Data(train, evaluation, num_outputs, text=coder.name, class_names=names)
+    held = BucketedEvaluationSet(held_examples, lengths, spec.batch_size)
+    data = Data(train, held if held_out else None, num_outputs, class_names=names)
     if labels == "classes":  # Padding is on the right.
         data = data._replace(preprocess=texts.with_lengths)
     sizes = (context,) if cut else (lengths[-1], context)
     read = functools.partial(_read_set, labels, columns, encode, sizes, spec.batch_size)
-    return data._replace(vocab_size=size, read=read)
+    return data._replace(text=coder.name, vocab_size=size, read=read)
 
 
 def _warn_without_end(coder: Tokenizer) -> None:
@@ -254,9 +251,12 @@ def _values(row: Row, columns: Columns, labels: str) -> tuple:
     return values[columns.text], target, pair
 
 
-def _split(lines: Lines, fraction: float, place: int) -> tuple[Lines, Lines]:
+def _split(lines: Lines, fraction: float) -> tuple[Lines, Lines]:
+    strings = (line.text for line in lines)
+    if not any(line.text for line in lines):  # Completions of nothing.
+        strings = (str(line.target) for line in lines)
     # JSON may spell half a surrogate pair, which UTF-8 has no bytes for.
-    ranks = (rank(line[place].encode(errors="surrogatepass")) for line in lines)
+    ranks = (rank(text.encode(errors="surrogatepass")) for text in strings)
     ranks, places = np.unique(np.fromiter(ranks, float), return_inverse=True)
     alone = f"{lines[0].where} and all others have the same text, so that nothing can "
     is_held = hold_out(places, ranks, fraction, alone + "be held out")

@@ -95,6 +95,43 @@ def test_the_bar_does_not_draw_over_a_warning(tmp_path, monkeypatch, wrap):
     assert warning.strip() in on_terminal(terminal.getvalue())
 
 
+class Tee:
+    """A script's stream, which has what `print` and `logging` need."""
+
+    def __init__(self, target):
+        self.target, self.texts = target, []
+
+    def write(self, text):
+        self.texts.append(text)
+        return self.target.write(text)
+
+    def flush(self):
+        self.target.flush()
+
+
+@pytest.mark.parametrize("stream", ["none", "closed", "tee"])
+def test_any_stream_of_errors_may_stand_beside_a_terminal(
+    tmp_path, monkeypatch, stream
+):
+    """Such as of `2>&-`: the first draft asked it whether it is a terminal."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    closed = io.StringIO()
+    closed.close()
+    errors = {"none": None, "closed": closed, "tee": Tee(terminal)}[stream]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setenv("TERM", "xterm")
+    own = logging.Handler()
+    own.stream, own.emit = errors, lambda record: None
+    handlers = [own] + ([logging.StreamHandler(errors)] if stream == "tee" else [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    with display.Display(tmp_path, 30) as live:
+        live.train(1, METRICS, "12 MiB")
+        logging.getLogger().warning("it is warm")
+    assert stream != "tee" or "it is warm\n" in "".join(errors.texts)
+
+
 def gpt(num_blocks):
     leaves = {"embed": {"w": jnp.zeros((50, 8))}}
     for i in range(num_blocks):
