@@ -150,7 +150,7 @@ def test_a_generator_without_batches_is_refused():
 
 def test_a_list_in_a_batch_is_named():
     batch = {"ids": np.zeros((2, 3)), "label": [0, 1]}
-    with pytest.raises(ConfigError, match="and no array at label/0"):
+    with pytest.raises(ConfigError, match="and no array of rows at label/0"):
         from_iterator(lambda: [batch]).batch(0)
 
 
