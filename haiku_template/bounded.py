@@ -36,9 +36,14 @@ def is_dir(path: str | Path) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
-def _mode(path: str | Path) -> int:
+def is_link(path: str | Path) -> bool:
+    """Tests for a symbolic link, wherever it leads; raises as `exists`."""
+    return stat.S_ISLNK(_mode(path, follows=False))
+
+
+def _mode(path: str | Path, follows: bool = True) -> int:
     try:
-        return os.stat(path).st_mode
+        return os.stat(path, follow_symlinks=follows).st_mode
     except OSError as error:
         if error.errno not in ABSENT:
             raise

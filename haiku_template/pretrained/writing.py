@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from haiku_template import signals
-from haiku_template.bounded import exists
+from haiku_template.bounded import exists, is_link
 from haiku_template.errors import ConfigError, StorageError
 
 
 def check_new(folder: Path) -> None:
     """Raises `ConfigError` if `folder` exists."""
     try:
-        is_taken = folder.is_symlink() or exists(folder)
+        is_taken = is_link(folder) or exists(folder)
     except OSError as error:  # A name that is too long, say.
         raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
     if is_taken:

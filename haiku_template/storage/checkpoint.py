@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from haiku_template import bounded
-from haiku_template.bounded import is_dir, is_file
+from haiku_template.bounded import is_dir, is_file, is_link
 from haiku_template.config import differences
 from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import HOST, spans_processes
@@ -720,7 +720,7 @@ def _shares(array: Any) -> list[bytes]:
 def remove_unfinished(directory: Path) -> None:
     """Removes what a killed save left, and moves away what is no checkpoint."""
     for path in directory.glob(UNFINISHED):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        path.unlink() if is_link(path) else shutil.rmtree(path)
     for folder in directory.glob("*"):
         if folder.name.isdecimal() and not is_file(folder / workdirs.COMMIT):
             _move_away(folder)
@@ -792,7 +792,7 @@ def _checked(metrics: dict[str, float]) -> dict[str, float]:
 def check_plain(folder: Path, but: Path | None = None) -> None:
     """Raises `OSError` for what may never end when it is read, but in one folder."""
     for file in folder.rglob("*"):
-        is_folder = is_dir(file) and not file.is_symlink()  # It may be any folder.
+        is_folder = is_dir(file) and not is_link(file)  # It may be any folder.
         if not (is_folder or but and file.is_relative_to(but)):
             bounded.opened(file).close()
 

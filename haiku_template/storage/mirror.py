@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from haiku_template import bounded
-from haiku_template.bounded import exists, is_file
+from haiku_template.bounded import exists, is_file, is_link
 from haiku_template.errors import ConfigError, DamagedError, StorageError
 from haiku_template.storage import checkpoint
 from haiku_template.storage import manifest as manifests
@@ -256,7 +256,7 @@ def bring_back(workdir: Path, folder: Path, config: Any = None) -> None:
     check(workdir, folder)
     if workdirs.has_checkpoints(workdir) or not workdirs.has_checkpoints(folder):
         return
-    if (workdir / workdirs.CHECKPOINTS).is_symlink():
+    if is_link(workdir / workdirs.CHECKPOINTS):
         return  # Which a run refuses.
     if config is not None:
         try:

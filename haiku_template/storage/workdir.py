@@ -20,7 +20,7 @@ from typing import IO, Any
 import jax
 
 from haiku_template import bounded
-from haiku_template.bounded import exists, is_dir, is_file
+from haiku_template.bounded import exists, is_dir, is_file, is_link
 from haiku_template.config import completed, differences, fixed
 from haiku_template.devices import DeviceManager
 from haiku_template.devices.processes import VARIABLES, options
@@ -56,7 +56,7 @@ def own(workdir: str | Path) -> Path:  # Why: docs/decisions/cluster.md#process-
     workdir, index = Path(workdir), jax.process_index()
     with usable(workdir):
         for name in (CHECKPOINTS, TENSORBOARD, PROFILE, PROCESSES, IMAGES):
-            if (workdir / name).is_symlink():
+            if is_link(workdir / name):
                 raise _of_link(workdir / name)
         return _make_inner(workdir, index) if index else workdir
 
