@@ -1,5 +1,6 @@
 """Pretrained parameters of a run: files, or another run's checkpoint."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -226,8 +227,10 @@ def with_sizes(
 
 
 def _warn_of_heads(count: int | None, path: Path) -> None:
-    saved = load(path / CONFIG)
-    other = saved.model.get("num_heads") if saved else None
+    other = None
+    with contextlib.suppress(ConfigError):  # Whoever reads the run says what is wrong.
+        saved = load(path / CONFIG)
+        other = saved.model.get("num_heads") if saved else None  # A script's is {}.
     if None not in (count, other) and count != other:
         logger.warning(
             f"config.model.num_heads={count}, and the run in {path} has {other}: no "

@@ -226,8 +226,9 @@ def test_other_heads_than_those_of_a_run_are_warned_of(tmp_path, caplog):
     with_sizes({"num_heads": 2}, str(tmp_path), gpt.family)
     assert f"num_heads=2, and the run in {tmp_path} has 4: no shape" in caplog.text
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").write_text("{}")  # Of a script.
-    with_sizes({"num_heads": 2}, str(tmp_path), gpt.family)
+    for text in ("{}", "{damaged"):  # A script's; a run may need its source no more.
+        (tmp_path / "config.json").write_text(text)
+        with_sizes({"num_heads": 2}, str(tmp_path), gpt.family)
 
 
 def test_adapters_of_a_folder_of_gpt_2(cpu, tmp_path):
