@@ -6,7 +6,7 @@ The command is started so many times with --coordinator_address, --num_processes
 --process_id. `--processes=per_device` starts one for each NVIDIA card, which sees that
 one alone; a number divides no cards. SIGTERM, SIGHUP, SIGINT or SIGUSR1 to the
 launcher, and its own end by kill -9, are SIGTERM for all processes. When one ends with
-an error, the others get SIGTERM, and 30 s later SIGKILL.
+an error, the others get SIGTERM, and 300 s later, for a save to end, SIGKILL.
 
 `--restarts=3` then starts all of them again, up to three times an hour: if the first
 was ended by a signal, or with 69 (a device or a process lost), 71 (replicas differ),
@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LEAVE_SECONDS, LONGEST_PAUSE, SMI_SECONDS = 30.0, 60, 30.0
+LEAVE_SECONDS, LONGEST_PAUSE, SMI_SECONDS = 300.0, 60, 30.0
 LOST, STOPPED = 69, 75
 MENDABLE = {1, LOST, 71, 76}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}

@@ -24,7 +24,7 @@ from haiku_template.cluster.rendezvous import Peer
 from haiku_template.cluster.rescue import Rescue
 
 BEAT_SECONDS, SILENT_SECONDS = 1.0, 30.0  # Why: docs/decisions/cluster.md#heartbeat
-LEAVE_SECONDS = 15.0  # For the main thread to end by itself, and for a save to end.
+LEAVE_SECONDS = 15.0  # For the main thread to end by itself, also after a save.
 PRINT_SECONDS = 5.0  # Nobody may read what is printed.
 GATHER_SECONDS = 15.0  # From the first that is stalled to the last.
 FINISHED_SECONDS = 10.0  # In a collective, after another process has finished.
@@ -208,6 +208,8 @@ class Heartbeat:
         self.send({"lost": fault, "code": self.fault_code})
         self._found.set()
         if self.parted.wait(LEAVE_SECONDS):
+            return
+        if self.rescue.has_waited() and self.parted.wait(LEAVE_SECONDS):
             return
         self._latest = time.monotonic() + PRINT_SECONDS
         with contextlib.suppress(OSError, ValueError):

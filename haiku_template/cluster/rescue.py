@@ -19,7 +19,7 @@ from haiku_template.cluster import identity
 from haiku_template.cluster.rendezvous import Peer
 
 LOOK_SECONDS = 0.1
-HALT_SECONDS, SAVE_SECONDS = 8.0, 60.0  # In which each halts, and one saves.
+HALT_SECONDS, SAVE_SECONDS = 8.0, 60.0  # To halt, and to save what is small.
 ENDING = "the run is ending by itself"
 HAVE, SAVED = "have", "saved"  # Answers to process 0.
 
@@ -37,6 +37,11 @@ class Rescue:
         self._entry, self._is_shut = threading.Condition(), False
         self.there: dict[Peer | None, int] = {}  # Steps at which they are.
 
+    @property
+    def _seconds(self) -> float:
+        """In which one saves, and in which it looks whether it can."""
+        return SAVE_SECONDS + getattr(self.run, "seconds", 0.0)  # It may end now.
+
     def ask(self, reason: str = "", code: int | None = None) -> tuple[int | None, str]:
         """Asks all; the step that is saved then, or None and why there is none.
 
@@ -45,7 +50,7 @@ class Rescue:
         if self._ended.is_set():  # Of a process that ended: it is told already.
             return None, ""
         self._tell_first("ask", reason, code)
-        deadline = time.monotonic() + HALT_SECONDS + 2 * SAVE_SECONDS
+        deadline = time.monotonic() + HALT_SECONDS + 3 * self._seconds
         while not self._ended.wait(LOOK_SECONDS) and time.monotonic() < deadline:
             if self._heartbeat.fault:
                 return None, ""
@@ -82,6 +87,10 @@ class Rescue:
         """Forgets the run, which is ending or has ended."""
         self.run, self.idle = None, ENDING
         self.there.clear()
+
+    def has_waited(self) -> bool:
+        """Waits for a save that this process makes alone; False if there was none."""
+        return getattr(self.run, "has_waited", lambda: False)()
 
     def _admit(self, sender: Peer | None, step: int) -> None:
         """Tells all, from process 0, that all are at a step, but not in a rescue."""
@@ -123,11 +132,11 @@ class Rescue:
         savers = [*steps] if is_joint else [first]
         for part in ("check", "write"):
             self._tell(savers, "save", part, best)
-            results = self._gather(SAVED, len(savers), SAVE_SECONDS)
+            results = self._gather(SAVED, len(savers), self._seconds)
             if why := next((why for _, _, why in results if why), ""):
                 return None, why
             if len(results) < len(savers):
-                return None, f"a save took more than {SAVE_SECONDS:g} s"
+                return None, f"a save took more than {self._seconds:.0f} s"
         return best, ""
 
     def _gather(self, kind: str, count: int, seconds: float) -> list[tuple]:
@@ -146,7 +155,7 @@ class Rescue:
             return self._tell_first(HAVE, None, self.idle, False)
         with self.run.halted(self.entered) as answer:
             self._tell_first(HAVE, *answer)
-            self._ended.wait(HALT_SECONDS + 2 * SAVE_SECONDS)
+            self._ended.wait(HALT_SECONDS + 3 * self._seconds)
 
     def _save(self, part: str, step: int) -> None:
         try:

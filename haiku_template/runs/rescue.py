@@ -47,16 +47,21 @@ class RescuedRun:
                 self._stop.lock.release()
 
     @property
+    def seconds(self) -> float:
+        """Those to write the state on a slow disk."""
+        return self._stop.bytes / stopping.WRITTEN_BYTES
+
+    @property
     def _step(self) -> int:
         return self._stop.latest[0][-1] if self._stop.latest else 0
 
     def _whole(self, has_lock: bool, entered: int | None) -> tuple[int | None, str]:
         if self._stop.save is None:
             return None, ENDING
+        if not has_lock and (self._stop.received or self._stop.writes):
+            return None, ENDING  # It has its own time: `FORCE_SECONDS`.
         # Without the lock a save waits for others: it has given nothing away.
         is_held = has_lock or entered is not None and self._step >= entered
-        if (self._stop.received or self._stop.writes) and not is_held:
-            return None, ENDING  # It has its own time: `FORCE_SECONDS`.
         if not is_held or self._stop.latest is None:
             return None, "a step or a save is under way"
         leaves = jax.tree.leaves(self._stop.latest[1])
@@ -69,8 +74,15 @@ class RescuedRun:
     def is_saved(self, step: int) -> bool:
         """True for a step that is on disk, once a save that has begun has ended."""
         checkpoints = self._stop.run.checkpoints
-        _wait(lambda: not checkpoints.is_saving, ON_DISK_SECONDS)
+        _wait(lambda: not checkpoints.is_saving, ON_DISK_SECONDS + self.seconds)
         return step in checkpoints.steps
+
+    def has_waited(self) -> bool:
+        """Waits for a save that needs no other process; False if there was none."""
+        checkpoints = self._stop.run and self._stop.run.checkpoints
+        if not checkpoints or checkpoints.is_joint or not checkpoints.is_saving:
+            return False
+        return _wait(lambda: not checkpoints.is_saving, self.seconds)
 
     def check(self, step: int) -> None:
         """Raises `NonFiniteError` unless what it has of the last state is finite."""

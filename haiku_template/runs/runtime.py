@@ -55,7 +55,7 @@ class RuntimeHandler:  # Why: docs/decisions/cluster.md#second-signal
         """Lets one save before an error of this process, or says why none can."""
         step, why = self.rescue()
         if step is None and why:
-            logger.warning("nothing new was saved: %s", why)
+            logger.error("nothing new was saved: %s", why)  # Of each process.
 
     def restore(self) -> None:
         """Puts it back."""

@@ -143,7 +143,7 @@ class Checkpoints:
                     self.mirror.close()
                 for checkpointer in {self._reader, self._writer}:
                     checkpointer.close()
-                if self._errors and self._writer is self._reader:
+                if self._errors and not self.is_joint:
                     clear(self.directory)
 
     @property
@@ -171,6 +171,11 @@ class Checkpoints:
         """True until the last save is on disk, or failed."""
         threads = (x for x in threading.enumerate() if x.name == SAVE_THREAD)
         return self._saving is not None and any(x.is_alive() for x in threads)
+
+    @property
+    def is_joint(self) -> bool:
+        """True once all processes save together."""
+        return self._writer is not self._reader
 
     @property
     def failed(self) -> int:
@@ -219,7 +224,7 @@ class Checkpoints:
 
     def _join(self) -> None:
         """Saves with all processes from now on."""
-        if self._writer is self._reader:
+        if not self.is_joint:
             # Why: docs/decisions/storage.md#joint-saves
             self._writer = _checkpointer(set(range(jax.process_count())))
             self._failures.most = 1

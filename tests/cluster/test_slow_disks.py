@@ -21,12 +21,14 @@ from tests.cluster.test_several import (
 )
 
 pytestmark = pytest.mark.cluster
+SHARDED = "(('*','data'),)"
 LONG = {"num_steps": 10**8, "log_every": 100, "eval_every": 10**7, "save_every": None}
 SAVES = """
 import errno, time
 from haiku_template.storage import manifest
 finalize = manifest.Handler.finalize
 def patched(*args, **kwargs):
+    print("it writes", flush=True)
     {}
     return finalize(*args, **kwargs)
 manifest.Handler.finalize = patched
@@ -45,10 +47,21 @@ def patched(trainer, checkpoints, num_steps):
     return result
 resume._restored = patched
 """
-READS = """
+LARGE = """
+from haiku_template.cluster import rescue
+from haiku_template.runs import stopping
+rescue.SAVE_SECONDS = 2.0
+stopping.WRITTEN_BYTES = 2e4  # It has a minute, as a gigabyte has.
+"""
+LATE = """
 import time
+from haiku_template.runs import limits
+within = limits.within
+def late(*args):
+    limited = within(*args)
+    return lambda *args, **kwargs: (time.sleep(12), limited(*args, **kwargs))[1]
 if index == 1:
-    time.sleep(12)
+    limits.within = late
 """
 
 
@@ -66,23 +79,55 @@ def start(workdir, patch, **changes):
         )
 
 
-def terminated(workdir, patch, **changes):
-    """Exit code and output of a run, both of whose processes get SIGTERM."""
+def children(run):
+    """Processes that a launcher has started, upwards."""
+    text = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text()
+    return [*map(int, text.split())]
+
+
+def terminated(workdir, patch, words="step    100/", **changes):
+    """Exit code and output of a run whose processes get SIGTERM once it said words."""
     run = start(workdir, patch, **LONG | changes)
-    wait_for(lambda: "step    100/" in Path(f"{workdir}.out").read_text())
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text()
-    for child in children.split():
-        os.kill(int(child), signal.SIGTERM)
+    wait_for(lambda: words in Path(f"{workdir}.out").read_text())
+    for child in children(run):
+        os.kill(child, signal.SIGTERM)
     return finish(run, workdir)
 
 
-def test_a_save_at_a_signal_has_its_time(tmp_path):
-    """Longer than the time in which a loop is to obey."""
-    workdir = tmp_path / "run"
-    code, printed = terminated(workdir, SAVES.format("time.sleep(12)"))
-    (step,) = saved_steps(workdir / "checkpoints")
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("()", "step    100/"), (SHARDED, "step    100/"), (SHARDED, "it writes")],
+)
+def test_a_save_at_a_signal_has_its_time(tmp_path, layout, words):
+    """Longer than a loop is to obey, and than others wait for a save that has begun."""
+    workdir, slow = tmp_path / "run", LARGE + SAVES.format("time.sleep(20)")
+    changes = {"sharding": layout, "save_every": 150, "keep_last": 1}
+    code, printed = terminated(workdir, slow, words, **changes)
+    step = saved_steps(workdir / "checkpoints")[-1]
     assert code == 75 and "nothing new" not in printed and "Traceback" not in printed
     assert printed.count(f"SIGTERM received: step {step} is saved") == 2, printed
+
+
+def test_a_save_in_place_of_loops_has_its_time(tmp_path):
+    """The batch of step 25 is not there for one of the processes."""
+    changes = {"data.name": "tests.cluster.unequal:late", "save_every": None}
+    changes |= {"steps_per_call": 10, "eval_every": None, "data.placement": "host"}
+    slow = LARGE + SAVES.format("time.sleep(8)")
+    run = start(tmp_path / "run", slow, num_steps=60, **changes)
+    code, printed = finish(run, tmp_path / "run")
+    assert code == 1 and "took more than" not in printed, printed
+    assert saved_steps(tmp_path / "run/checkpoints") == [20], printed
+
+
+def test_a_save_ends_after_another_process_was_killed(tmp_path):
+    """Longer than a process has to end by itself."""
+    workdir, slow = tmp_path / "run", LARGE + SAVES.format("time.sleep(20)")
+    run = start(workdir, slow, **LONG | {"save_every": 150})
+    wait_for(lambda: "it writes" in Path(f"{workdir}.out").read_text())
+    os.kill(children(run)[1], signal.SIGKILL)
+    code, printed = finish(run, workdir)
+    assert code == 69 and "Traceback" not in printed, printed
+    assert saved_steps(workdir / "checkpoints") == [150], printed
 
 
 def test_no_process_says_that_a_step_is_saved_which_is_not(tmp_path):
@@ -105,7 +150,7 @@ def test_all_wait_for_a_copy_of_the_mirror(tmp_path):
 def test_a_limit_in_minutes_is_one_where_one_process_came_late(tmp_path):
     workdir = tmp_path / "run"
     changes = LONG | {"max_minutes": 0.5}
-    code, printed = finish(start(workdir, READS, **changes), workdir)
+    code, printed = finish(start(workdir, LATE, **changes), workdir)
     assert code == 0 and "error: " not in printed, printed
     words = "stopped   after 0.5 minutes, as config.max_minutes says: step "
     assert printed.count(words) == 2, printed
