@@ -20,6 +20,7 @@ import warnings
 import zipfile
 import zlib
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import joblib
@@ -31,7 +32,7 @@ from haiku._src.data_structures import FlatMap
 from safetensors.numpy import load_file, save_file
 
 from haiku_template.conversion import __main__ as child
-from haiku_template.conversion import pickles
+from haiku_template.conversion import files, pickles
 from haiku_template.errors import ConfigError
 from haiku_template.pretrained import convert
 
@@ -817,6 +818,14 @@ def test_a_lying_size_of_an_archive_has_a_reason(tmp_path):
     with pytest.raises(ConfigError, match="is truncated or damaged: .") as caught:
         convert(tmp_path / "a.npz", tmp_path / "new.safetensors")
     assert not str(caught.value).rstrip().endswith(":")
+
+
+def test_an_archive_that_ends_too_early_has_a_reason(tmp_path, monkeypatch):
+    """As zipfile says it before Python 3.13, which compares the sizes: in no word."""
+    np.savez(tmp_path / "a.npz", w=W)
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", Mock(side_effect=EOFError))
+    with pytest.raises(ConfigError, match=r"ends too early \(EOFError\)"):
+        files.load(tmp_path / "a.npz", tmp_path)
 
 
 def test_pickles_one_after_another_are_all_read(tmp_path):
