@@ -55,8 +55,7 @@ BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
 REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
 RETRY_SECONDS = (1.0, 2.0, 4.0)  # Before the last save is tried again.
 CLEARED_TRIES, CLEARED_SECONDS = 5, 0.2  # After a save that failed.
-# Limits of a save, by a clock that may be set to another year.
-CENTURY, JOINT_SECONDS = 100 * 365 * 86400, 1200
+CENTURY = 100 * 365 * 86400  # Limit of a save, by a clock that may be set.
 
 
 class Checkpoints:
@@ -670,8 +669,7 @@ def _checkpointer(members: set[int]) -> ocp.AsyncCheckpointer:
     # Why: docs/decisions/storage.md#failed-saves
     is_joint = len(members) > 1
     background = ocp.options.AsyncOptions(
-        timeout_secs=JOINT_SECONDS if is_joint else CENTURY,
-        create_directories_asynchronously=is_joint,
+        timeout_secs=CENTURY, create_directories_asynchronously=is_joint
     )
     return ocp.AsyncCheckpointer(
         ocp.CompositeCheckpointHandler(

@@ -108,6 +108,14 @@ def test_a_save_at_a_signal_has_its_time(tmp_path, layout, words):
     assert printed.count(f"SIGTERM received: step {step} is saved") == 2, printed
 
 
+def test_a_joint_save_has_no_limit(tmp_path):
+    """By a clock that is set to another year while it writes."""
+    years = "now = time.time; time.time = lambda: now() + 1e8"
+    run = start(tmp_path / "run", SAVES.format(years), sharding=SHARDED)
+    code, printed = finish(run, tmp_path / "run")
+    assert code == 0 and "Timed out" not in printed, printed
+
+
 def test_a_save_in_place_of_loops_has_its_time(tmp_path):
     """The batch of step 25 is not there for one of the processes."""
     changes = {"data.name": "tests.cluster.unequal:late", "save_every": None}
