@@ -20,9 +20,8 @@ options=(
   # daemon of another host crashed in it.
   --mca rtc ^hwloc
   # Seconds that mpirun waits before it sends SIGTERM to the others, once one failed, and
-  # again before SIGKILL. They end by themselves, once a save that has begun has ended:
-  # with the default, 1, they could not say what they lost.
-  --mca odls_base_sigkill_timeout 300
+  # again before SIGKILL. With the default, 1, they could not say what they lost.
+  --mca odls_base_sigkill_timeout 30
 )
 # Variables that processes on other hosts would not have.
 for name in PATH LD_LIBRARY_PATH PYTHONPATH ${!JAX_@} ${!XLA_@} ${!NCCL_@}; do
