@@ -21,6 +21,7 @@ from haiku_template.errors import (
     MisfitError,
     StorageError,
     download,
+    some,
 )
 from haiku_template.finetuning.adapters import ADAPTERS
 from haiku_template.finetuning.plan import Finetuning
@@ -238,12 +239,20 @@ def _warn_of_heads(count: int | None, path: Path) -> None:
         )
 
 
-def vocabulary_of(init_from: str | None) -> int | None:
-    """Vocabulary size of a Hugging Face folder, or of a run whose config has it."""
+def vocabulary_of(init_from: str | None, passed: tuple[str, ...] = ()) -> int | None:
+    """Vocabulary size of a Hugging Face folder, or of a run whose config has it.
+
+    Raises `ConfigError` for a run that starts from itself, by those `passed` perhaps.
+    """
+    if init_from in passed:
+        raise ConfigError(
+            f"config.init_from={init_from} starts from itself, as the config.json of "
+            f"{some(passed)} says; edit init_from there to what the run started from"
+        )
     if init_from is not None and _has_config(Path(init_from)):
         saved = load(Path(init_from) / CONFIG)
         size = saved and saved.data.get("vocab_size")
-        return size or vocabulary_of(saved.get("init_from"))
+        return size or vocabulary_of(saved.get("init_from"), (*passed, init_from))
     if not is_folder(init_from):
         return None
     arguments = _describe(init_from).arguments

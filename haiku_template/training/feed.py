@@ -43,6 +43,23 @@ class StagedBatch(NamedTuple):  # Why: docs/decisions/house.md#staged-batch
     rows: dict[str, jax.Array]
 
 
+class Batches(contextlib.AbstractContextManager):
+    """Context of an iterator; a loop over the context enters and leaves it."""
+
+    def __init__(self, context: contextlib.AbstractContextManager) -> None:
+        self._context = context
+
+    def __enter__(self) -> Iterator[Any]:
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self as batches:
+            yield from batches
+
+
 class Feed:
     """Feed of a train step: this process's rows of each batch, put on its devices.
 

@@ -34,7 +34,7 @@ from haiku_template.training import evaluation as evaluations
 from haiku_template.training import tasks
 from haiku_template.training.custom import make_custom_step
 from haiku_template.training.evaluation import add_up, make_eval_step, placed_inputs
-from haiku_template.training.feed import Feed, StagedBatch
+from haiku_template.training.feed import Batches, Feed, StagedBatch
 from haiku_template.training.initial import Initializer
 from haiku_template.training.skipping import skipping
 from haiku_template.training.state import Recipe, TrainState
@@ -209,12 +209,13 @@ class Trainer:
         """Makes the train state before step 0; raises as `Initializer.init`."""
         return self.initializer.init(self.layout)
 
-    def batches(self, start: int, stop: int) -> AbstractContextManager:
+    def batches(self, start: int, stop: int) -> Batches:
         """Context of the batches of steps `start` to `stop - 1`, put ahead of them.
 
-        `with trainer.batches(0, 10) as batches`: its exit ends the thread.
+        `with trainer.batches(0, 10) as batches`: its exit ends the thread. So does the
+        end of a loop over the context itself.
         """
-        return self.feed.batches(start, stop)
+        return Batches(self.feed.batches(start, stop))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Makes one update; returns the new state and the step's scalars.

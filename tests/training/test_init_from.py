@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from configs import digits
 from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.finetuning.source import open_source, with_sizes
+from haiku_template.finetuning.source import open_source, vocabulary_of, with_sizes
 from haiku_template.params import flatten
 from haiku_template.runs import Run, start
 from haiku_template.runs.export import export_npz, export_safetensors
@@ -178,6 +179,18 @@ def test_what_training_warned_of_is_not_said_again(tmp_path, cpu, caplog):
     assert run.evaluate() and not caplog.text
     rate = values.optimizer.learning_rate
     assert run.trainer.experiment.schedule(2) == pytest.approx(rate)
+
+
+def test_a_run_that_starts_from_itself_is_a_sentence(tmp_path):
+    """As one that was moved to the folder that it started from."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder, other in zip(folders, reversed(folders), strict=True):
+        folder.mkdir()
+        values = configs.to_dict(config(init_from=str(other)))
+        (folder / "config.json").write_text(json.dumps(values))
+    a, b = map(re.escape, map(str, folders))
+    with pytest.raises(ConfigError, match=f"{a} starts from itself, as .* of {a}, {b}"):
+        vocabulary_of(str(folders[0]))
 
 
 def test_what_does_not_fit_is_refused(tmp_path, cpu, pretrained, monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import threading
 
 import haiku as hk
 import jax
@@ -65,6 +66,15 @@ def test_a_step_takes_batches_of_the_trainer_and_of_shard(one_device, where):
         return
     with pytest.raises(ConfigError, match="staged, and a step takes .*batches"):
         trainer.step(state, batch)
+
+
+def test_a_loop_over_batches_without_a_with_ends_their_thread(one_device):
+    trainer, before = made(one_device), threading.active_count()
+    assert len([*trainer.batches(0, 3)]) == 3
+    for _ in trainer.batches(0, 100):
+        assert threading.active_count() == before + 1
+        break
+    assert threading.active_count() == before
 
 
 def losses(workdir):
