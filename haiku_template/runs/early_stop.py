@@ -1,6 +1,5 @@
 """Early stopping."""
 
-import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +32,12 @@ def early_stop(
         # A step counts once; None, which is no number, is no better than any.
         values = {row["step"]: row[metric] for row in rows if metric in row}
         if kind != "eval/":  # Lines are not evaluations: the last one before each.
-            steps = sorted(values)
-            evaluations = (x for x in rows if any(k.startswith("eval/") for k in x))
-            places = {bisect.bisect(steps, x["step"]) for x in evaluations} - {0}
-            values = {steps[n - 1]: values[steps[n - 1]] for n in sorted(places)}
+            last, values = {}, {}
+            for row in rows:
+                if metric in row:
+                    last = {row["step"]: row[metric]}
+                if any(name.startswith("eval/") for name in row):
+                    values |= last
         points = [(sign * math.inf if x is None else x, i) for i, x in values.items()]
         for i, (value, _) in enumerate(points):
             if sign * value < sign * points[best][0] - min_delta:

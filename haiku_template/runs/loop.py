@@ -264,6 +264,8 @@ class _Run(NamedTuple):
         self.signals.restart()
         if self.report.due(step):
             self.report.profile(step)
+        if early and not _due(step, stop, self.every.log):
+            self._log(steps, scalars)  # As the last step of any run.
         return early
 
     def _log(self, steps: range, scalars: Any) -> None:

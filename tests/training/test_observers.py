@@ -148,6 +148,24 @@ def test_early_stopping_by_what_is_never_measured_is_refused():
         check_evaluation(unseen, "eval/loss", early_stop("eval/loss", 2))
 
 
+def test_the_last_step_of_a_run_that_stops_early_is_logged(tmp_path, capsys):
+    stop = {"metric": "eval/loss", "mode": "max", "patience": 1}  # It falls at once.
+    every = {"num_steps": 100, "log_every": 3, "eval_every": 4}
+    for _ in range(2):
+        start.run(config(**every, early_stop=stop), CPU, str(tmp_path))
+        assert "done      step 8;" in capsys.readouterr().out
+    rows = [x["step"] for x in read(tmp_path / "metrics.jsonl") if "train/loss" in x]
+    assert rows == [3, 6, 8]
+
+
+def test_the_last_line_of_a_run_that_stopped_early_does_not_count_as_before():
+    """It comes after the evaluation of its step: a resumed run stays stopped."""
+    rows = [{"step": 3, "train/loss": 2.0}, {"step": 4, "eval/loss": 1.0}]
+    rows += [{"step": 6, "train/loss": 3.0}, {"step": 8, "eval/loss": 1.0}]
+    stops = early_stop("train/loss", 1)
+    assert stops(rows) and stops([*rows, {"step": 8, "train/loss": 1.0}])
+
+
 def test_a_run_that_stops_early_is_saved_and_stays_stopped_when_resumed(
     tmp_path, capsys
 ):
