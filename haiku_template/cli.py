@@ -284,6 +284,9 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
         if cluster.HEARTBEATS:
             cluster.leave()
 
+    if not getattr(sys.modules["__main__"], "__file__", "").startswith(OWN):
+        for flag in FLAGS.get_key_flags_for_module(__name__):  # For a script's --help.
+            FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     with signals.closed_pipes():
         try:
             app.run(guarded, flags_parser=lambda argv: _parse(argv, arguments))

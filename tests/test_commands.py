@@ -261,6 +261,13 @@ def test_a_script_may_have_a_flag_of_its_own_for_targets():
     assert done.stdout.startswith("1 x cpu: cpu:0.") and "price" in done.stdout
 
 
+def test_the_help_of_a_script_lists_the_flags_of_devices():
+    script = [sys.executable, "-c", SCRIPT, "--help"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--simulate_devices: Make" in done.stdout
+    assert "--device" not in run_command("checkpoints", "--help").stdout
+
+
 @pytest.mark.slow
 def test_a_dry_run_prints_the_memory_budget_and_writes_nothing(tmp_path):
     """And a misspelled variable is warned of, on the CPU too."""

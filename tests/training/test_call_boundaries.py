@@ -154,7 +154,7 @@ def test_early_stopping_ends_the_same_run_however_calls_are_cut(tmp_path, one_de
         ends.append((int(result.state.step), lines(tmp_path / str(count))))
         assert "eval/shifted/loss" in result.metrics
     for step, rows in ends:
-        assert step == 33 and [row["step"] for row in rows] == [11, 22, 33]
+        assert step == 33 and [row["step"] for row in rows] == [11, 22, 33, 33]
         for first, second in zip(rows, ends[0][1], strict=True):
             assert first == pytest.approx(second, rel=1e-5)
 
