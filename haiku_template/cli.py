@@ -29,6 +29,7 @@ from haiku_template.errors import (
     DeviceError,
     Interrupted,
     StorageError,
+    near,
 )
 
 if TYPE_CHECKING:
@@ -433,13 +434,16 @@ def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
     """Names a config that is shipped; raises `ValueError` if none has this name."""
     if (words := shipped.with_shipped(argv, file)) is not None:
         return words, _config_file(words)
-    near = sorted(str(path) for path in file.parent.glob("*.py"))[:8]
-    home = shipped.folder("configs")
+    there = sorted(str(path) for path in file.parent.glob("*.py"))
+    home, own = shipped.folder("configs"), sorted(Path("configs").glob("*.py"))
     names = sorted(x.stem for x in home.glob("*.py")) if home else []
     by_name = f"; by name there are {', '.join(names)}" if names else ""
+    paths = {Path(x).stem: x for x in [*names, *map(str, own), *there]}
+    guess = near(re.split("[./]", str(file).removesuffix(".py"))[-1], paths, "{}")
+    meant = MEANT.format(f"--config={paths[guess]}") if guess else ""
     raise ValueError(
-        f"the config file {file} does not exist; {file.parent} holds "
-        f"{', '.join(near) or 'no .py files'}{by_name}"
+        f"the config file {file} does not exist{meant}; {file.parent} holds "
+        f"{', '.join(there[:8]) or 'no .py files'}{by_name}"
     )
 
 

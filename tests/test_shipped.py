@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from haiku_template import shipped
+from haiku_template import cli, shipped
 from skeleton import new
 from tests.runs import ROOT, run_command
 
@@ -150,6 +150,25 @@ def test_configs_are_found_by_name_in_a_clone(tmp_path):
         *("train", f"--config={file}:a", "--workdir=digits", "--config"),
         *(str(file), "--workdir", "digits"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("mine", "configs/mine.py"),
+        ("configs/mine", "configs/mine.py"),
+        ("configs.mien", "configs/mine.py"),
+        ("own", "own.py"),
+        ("digit", "digits"),
+    ],
+)
+def test_the_config_that_a_name_means_is_suggested(word, meant, tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    for name in ("configs/mine.py", "own.py"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"not exist \(did you mean --config={meant}"):
+        cli._shipped([], Path(word))
 
 
 def test_a_config_of_the_folder_comes_before_a_shipped_one(tmp_path):
