@@ -82,6 +82,10 @@ ALIASES = {
 }
 # Keys that earlier versions had: they changed no number.
 RETIRED = {"config.finetuning.features", "config.finetuning.features_dir"}
+EXPORTED = (
+    "; where it was exported, give the workdir of its run; a run starts from what was "
+    "exported with --config.init_from"
+)
 
 
 def default_config() -> config_dict.ConfigDict:
@@ -215,7 +219,7 @@ def load(path: Path) -> config_dict.ConfigDict:
     """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
         return config_dict.ConfigDict(with_tuples(completed(read_json(path))))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{path.parent} is not the workdir of a run: it has no {path.name}"
         ) from error
@@ -249,8 +253,8 @@ def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
         )
     if "model_type" in saved:
         raise ConfigError(
-            f"{workdir} is a folder of Hugging Face's and not the workdir of a run; "
-            "training starts from it with --config.init_from"
+            f"{workdir} is a folder of Hugging Face's and not the workdir of a run"
+            + EXPORTED
         )
     check(saved)
     names = code_names(saved).items()

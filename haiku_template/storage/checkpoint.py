@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from haiku_template import bounded
 from haiku_template.bounded import is_dir, is_file, is_link
-from haiku_template.config import differences
+from haiku_template.config import EXPORTED, differences
 from haiku_template.devices.checks import shaped
 from haiku_template.devices.layout import HOST, spans_processes
 from haiku_template.devices.transfer import own
@@ -598,7 +598,8 @@ def _restore(
     """Restores as `restore` does, but nothing else than `which`."""
     folder = workdir / workdirs.CHECKPOINTS
     if not is_dir(folder):
-        raise ConfigError(f"{workdir} holds no checkpoints")
+        advice = EXPORTED * any(workdir.glob("*.safetensors"))
+        raise ConfigError(f"{workdir} holds no checkpoints{advice}")
     ranks, run = workdirs.ranks(workdir), workdirs.run_id(workdir)
     for tries_left in range(REPLACED_TRIES, -1, -1):
         try:

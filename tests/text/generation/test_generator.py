@@ -199,8 +199,13 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(
         load(Run.open(workdir, four_devices, "latest"))
     with pytest.raises(ConfigError, match="is not the workdir of a run"):
         load(Run.open(workdir.parent, DEVICES, "latest"))
+    with pytest.raises(ConfigError, match="config.json is not the workdir of a run"):
+        Run.open(workdir / "config.json", DEVICES)
     shutil.copy(workdir / "config.json", tmp_path)
-    with pytest.raises(ConfigError, match="holds no checkpoints"):
+    with pytest.raises(ConfigError, match="holds no checkpoints$"):
+        load(Run.open(tmp_path, DEVICES, "latest"))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="no checkpoints.* give the workdir of its r"):
         load(Run.open(tmp_path, DEVICES, "latest"))
 
 
