@@ -275,6 +275,19 @@ def test_a_table_of_more_keys_than_a_terminal_has_room_for_names_its_runs(
     assert "no room" not in shown[2_000]
 
 
+@pytest.mark.parametrize("width", [1, 20, 38])
+def test_a_narrow_terminal_gets_lines_with_the_runs_names(
+    run_with, tmp_path, capsys, monkeypatch, width
+):
+    """At 39 columns the names were without a letter."""
+    run_with(30, [0.2, 0.3])
+    runs = comparison.summarize_runs(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(width))
+    comparison.show(tmp_path, runs)
+    row = f"{runs[0].name}0.320stoppedat30"
+    assert row in "".join(capsys.readouterr().out.split())
+
+
 REFUSED = {
     "no words": ([], "needs keys with values"),
     "no values": (["seed"], "'seed' is not understood"),

@@ -17,7 +17,8 @@ from typing import Any
 import haiku as hk
 import jax
 from haiku.data_structures import partition, tree_bytes, tree_size
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -38,6 +39,7 @@ STEP = Column(no_wrap=True, min_width=14)  # It is not cut off.
 ROWS = 20  # Of parameters on the screen.
 # Of training, in the report alone: lines have the values of the task.
 UNSHOWN = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
+FOLDED = 8  # Columns of a terminal that a folded column of a table has, at least.
 WIDTH = 120  # Columns of tables in files and pipes.
 NUMBERS = ("parameters", "share", "bytes", "size")  # Columns that are justified right.
 # Parts of a step's time in the loop's thread, which add up to it.
@@ -274,11 +276,26 @@ def frozen_table(params: hk.Params, frozen: hk.Params) -> Table:
     return table("Fine-tuning", columns, rows)
 
 
+class Grid(Table):
+    """Table of texts; lines of them where there is no room for its columns."""
+
+    def __rich_console__(self, *args: Any) -> RenderResult:
+        columns = [(x.header, *x.cells) for x in self.columns]
+        sizes = [max(map(cell_len, cells)) for cells in columns]
+        pairs = zip(self.columns, sizes, strict=True)
+        least = [x if column.no_wrap else min(x, FOLDED) for column, x in pairs]
+        if 1 + sum(3 + x for x in least) <= args[-1].max_width:
+            yield from super().__rich_console__(*args)
+            return
+        rows = ["  ".join(filter(None, x)) for x in zip(*columns, strict=True)]
+        yield Text("\n".join(filter(None, (self.title, *rows, self.caption))))
+
+
 def table(
     title: str, columns: Iterable[str], *sections: Iterable[Sequence[str]]
 ) -> Table:
     """Makes a table of sections of rows; only its first column is folded."""
-    grid = Table(title=title, title_justify="left", caption_justify="left")
+    grid = Grid(title=title, title_justify="left", caption_justify="left")
     for i, name in enumerate(columns):
         justify = "right" if name in NUMBERS else "left"
         grid.add_column(name, justify=justify, overflow="fold", no_wrap=i > 0)
