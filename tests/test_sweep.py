@@ -284,7 +284,7 @@ def test_a_narrow_terminal_gets_lines_with_the_runs_names(
     runs = comparison.summarize_runs(tmp_path)
     monkeypatch.setenv("COLUMNS", str(width))
     comparison.show(tmp_path, runs)
-    row = f"{runs[0].name}0.320stoppedat30"
+    row = f"{runs[0].name}0.320{runs[0].state}"
     assert row in "".join(capsys.readouterr().out.split())
 
 
