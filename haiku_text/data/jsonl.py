@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 TASKS = {"classes": "classification", "tokens": "language_model"}  # For messages.
 TASKS["texts"] = TASKS["classes"]
 WHOLE = "text or a whole number"
+CHATS = """; chats are read once they are texts, such as those that this writes: \
+python -c "import json, sys; [print(json.dumps({{'prompt': ''.join('{{role}}: {{content}}\\n'\
+.format(**x) for x in chat[:-1]) + 'assistant:', 'completion': ' ' + \
+chat[-1]['content']}})) for x in sys.stdin for chat in [json.loads(x)['{name}']]]" \
+< {path} > texts.jsonl"""
 data_file = functools.partial(
     data_path, name="jsonl", description="a file of JSON-lines, .csv or .parquet"
 )
@@ -236,19 +241,29 @@ def _values(row: Row, columns: Columns, labels: str) -> tuple:
         else:
             keys = [x for x, name in columns._asdict().items() if name in names]
             demand += f"; other columns are named by config.data.{', '.join(keys)}"
+        demand += _of_chats(row) * (labels == "tokens")
         raise ConfigError(f"{where} has no {missing}, only {there}; {demand}")
     for name in names:
         is_label, value = labels == "classes" and name == names[-1], values[name]
         types, need = (str | int, WHOLE) if is_label else (str, "text")
         is_empty = is_label and value == ""
         if not isinstance(value, types) or isinstance(value, bool) or is_empty:
-            shown = json.dumps(value, default=str)
-            raise ConfigError(f"{where} has {name}={shown}; {need} is needed")
+            shown = json.dumps(value, default=str) + f"; {need} is needed"
+            raise ConfigError(f"{where} has {name}={shown}{_of_chats(row)}")
     if labels == "tokens":
         return values[columns.prompt] if columns.prompt else "", values[names[-1]]
     pair = values[columns.text_pair] if columns.text_pair else None
     target = values[columns.label] if labels == "classes" else None
     return values[columns.text], target, pair
+
+
+def _of_chats(row: Row) -> str:
+    """Says how chats become prompts with completions; "" for a row that has none."""
+    for name, value in row.values.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and first.keys() >= {"role", "content"}:
+            return CHATS.format(name=name, path=row.path)
+    return ""
 
 
 def _split(lines: Lines, fraction: float) -> tuple[Lines, Lines]:

@@ -1,6 +1,8 @@
 """JSON-lines: what is read, what is refused, and which batches they make."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -277,6 +279,27 @@ def test_bad_lines_are_refused_by_their_number(tmp_path, name):
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         jsonl(CLASSIFICATION, path=str(path), context=16, validation_fraction=0)
+
+
+@pytest.mark.parametrize("columns", [{}, {"text": "talk"}, {"prompt": "talk"}])
+def test_chats_are_told_what_makes_texts_of_them(tmp_path, monkeypatch, columns):
+    chats = [
+        [{"role": role, "content": f"{role} {n}"} for role in ("user", "assistant") * n]
+        for n in (1, 2, 3)
+    ]
+    monkeypatch.chdir(tmp_path)
+    path = write(Path("chats.jsonl"), [{"id": "a", "talk": x} for x in chats])
+    with pytest.raises(ConfigError, match="is needed|needs prompt") as refused:
+        jsonl(LANGUAGE, path=path, **columns)
+    command = str(refused.value).partition("writes: python")[2]
+    subprocess.run(f"'{sys.executable}'{command}", shell=True, check=True)
+    rows = [json.loads(line) for line in Path("texts.jsonl").read_text().splitlines()]
+    assert rows[0] == {
+        "prompt": "user: user 1\nassistant:",
+        "completion": " assistant 1",
+    }
+    assert len(rows) == 3 and rows[2]["prompt"].count("\n") == 5
+    jsonl(LANGUAGE, path="texts.jsonl")
 
 
 def test_other_mistakes_are_refused(tmp_path, labelled):
