@@ -118,7 +118,8 @@ def as_dataset(
     if hasattr(arrays, "num_batches"):
         return arrays
     sets = [x for x in (data.train, data.evaluation) if x is not None]
-    for shapes in map(each_shape, sets):  # Those of packed texts are named otherwise.
+    # Those of packed texts are named otherwise, and of any length.
+    for place, shapes in enumerate(map(each_shape, sets)):
         leaves, like = _side_by_side(arrays, shapes[0], whole_batch)
         if leaves_by_path(like).keys() == leaves.keys():
             break
@@ -133,7 +134,7 @@ def as_dataset(
         )
     if "labels" in leaves:
         leaves["labels"] = _indices(leaves["labels"], class_numbers(data), where)
-    several = len(shapes) > 1
+    several = place > 0 or len(shapes) > 1
     fit = lambda x, like: _fitting(f"{x} of {where}", leaves[x], like, several)  # noqa: E731
     return Rows(map_leaves(fit, like), batch_size)
 

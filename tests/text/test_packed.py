@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.data import BatchSpec
+from haiku_template.data import BatchSpec, each_shape
 from haiku_template.data.examples import as_dataset, as_labelled
 from haiku_template.errors import ConfigError
 from haiku_template.runs import train
@@ -176,6 +176,19 @@ def test_new_examples_are_named_as_to_evaluate_or_as_to_train(one_device, path):
     assert as_dataset(window["inputs"], data, 8).batch(0).keys() == {"inputs"}
     with pytest.raises(ConfigError, match="a batch of the run inputs/tokens, inputs/"):
         as_dataset({"token": batch["inputs"], "segment": batch["inputs"]}, data, 8)
+
+
+def test_new_tokens_of_a_packed_run_are_of_any_length(path):
+    """Windows and an evaluation of one length were no reason to refuse another."""
+    spec = BatchSpec(8, labels="tokens")
+    data = jsonl(spec, path=path, context=64, packing=True, num_buckets=1)
+    lengths = [batch["labels"].shape[1] for batch in each_shape(data.evaluation)]
+    for length in (*lengths, 5, 64):
+        tokens = np.zeros((3, length), np.int32)
+        assert as_dataset(tokens, data, 8).batch(0)["inputs"].shape == (3, length)
+    assert len(lengths) == 1 and lengths[0] not in (5, 64)
+    with pytest.raises(ConfigError, match=r"has the shape \[3\], and the run"):
+        as_dataset(np.zeros(3, np.int32), data, 8)
 
 
 @pytest.mark.slow
