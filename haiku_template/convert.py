@@ -19,6 +19,7 @@ if __name__ == "__main__":  # Before imports, which take a second.
 from absl import flags
 
 from haiku_template import cli
+from haiku_template.errors import counted
 
 flags.DEFINE_string("input", None, "The published file.", required=True)
 flags.DEFINE_string("output", None, "The new .safetensors file.", required=True)
@@ -34,8 +35,9 @@ def main() -> None:
     facts = convert(values.input, values.output, values.key, values.unreplicate)
     where = f"{facts['taken']} of " if facts["taken"] else ""
     print(
-        f"{values.output}: {facts['arrays']} arrays, {facts['numbers']:,} numbers, "
-        f"{facts['bytes'] / 1e6:.1f} MB, from {where}{values.input}"
+        f"{values.output}: {counted(facts['arrays'], 'arrays')}, "
+        f"{counted(facts['numbers'], 'numbers')}, {facts['bytes'] / 1e6:.1f} MB, "
+        f"from {where}{values.input}"
     )
     if facts["left"]:
         print(f"left out: {', '.join(facts['left'])}")

@@ -21,6 +21,7 @@ HUB_ID = re.compile(r"(?:([A-Za-z0-9][\w.-]*)/)?([A-Za-z0-9][\w.-]*)", re.ASCII)
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # Of no ORG.
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
+PLURAL = re.compile("(?<=s)es$|(?<=ch)es$|s$")
 CHAIN = 20  # Errors behind an error, at most.
 PACKAGES = ("haiku_template", "haiku_text")
 # Files whose lines a cell does not show: of this project, and of Python.
@@ -166,6 +167,12 @@ def some(names: Iterable[object], most: int = 3, separator: str = ", ") -> str:
     """Lists the first names, and the number of the others."""
     first, others = (names := [*map(str, names)])[:most], len(names) - most
     return separator.join(first) + f" and {others} more" * (others > 0)
+
+
+def counted(number: int | str, noun: str) -> str:
+    """Number and noun, which is given in the plural: `2 batches`, `1 batch`."""
+    text = number if isinstance(number, str) else f"{number:,}"
+    return f"{text} {PLURAL.sub('', noun) if text == '1' else noun}"
 
 
 def printable(text: str) -> str:

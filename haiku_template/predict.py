@@ -22,6 +22,7 @@ from pathlib import Path
 from absl import flags
 
 from haiku_template import cli
+from haiku_template.errors import counted
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("output", None, "The new file to write, .npz or .jsonl.")
@@ -46,7 +47,7 @@ def main() -> None:
         return predictions.print_predictions(run, examples)
     output = Path(FLAGS.output)
     count = predictions.write_predictions(run, output, examples)
-    print(f"{output}: {count} examples, step {run.step} of {run.workdir}")
+    print(f"{output}: {counted(count, 'examples')}, step {run.step} of {run.workdir}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from haiku_template.bounded import is_file
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, counted, near
 from haiku_template.models import Rule
 from haiku_template.params import flatten, matching, unflatten
 from haiku_template.pretrained import new_folder, read, save_tensors, tensors, to_json
@@ -248,9 +248,8 @@ def export_like(
         shards[tensor.file][prefix + name] = make
     for dtype, number in (+num_rounded).items():
         logger.warning(
-            "%d tensors are written as %s, as they are in %s: what was trained in "
-            "float32 is rounded to it",
-            *(number, dtype, source),
+            "%s written as %s, as in %s: what was trained in float32 is rounded to it",
+            *(counted(number, "tensors"), dtype, source),
         )
     makers = _new_tensors(new_leaves, rules, devices, with_brackets or bool(prefix))
     [*shards.values()][-1].update(makers)

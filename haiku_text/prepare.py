@@ -11,7 +11,7 @@ from absl import flags
 from haiku_template import cli, signals
 from haiku_template.bounded import exists, is_dir
 from haiku_template.data.files import read_with
-from haiku_template.errors import ConfigError, StorageError
+from haiku_template.errors import ConfigError, StorageError, counted
 from haiku_text.data import documents
 from haiku_text.data.documents import TextFile, pieces
 from haiku_text.data.files import TokenWriter, check_same, write_new
@@ -95,7 +95,8 @@ def _write(
         for writer in writers:
             writer.publish()
     return [
-        f"{writer.path}: {writer.size:,} tokens ({dtype}) of {len(files)} files; "
+        f"{writer.path}: {counted(writer.size, 'tokens')} ({dtype}) of "
+        f"{counted(len(files), 'files')}; "
         f"the vocabulary has {tokenizer.size}"
         for writer, files in zip(writers, file_sets, strict=True)
     ]
@@ -174,7 +175,7 @@ def _progress(verb: str, files: list[TextFile]) -> Iterator[Callable[[int], None
 
     total = sum(file.path.stat().st_size for file in files)
     bar = Progress(*Progress.get_default_columns(), TransferSpeedColumn())
-    task = bar.add_task(f"{verb} {len(files)} files", total=total)
+    task = bar.add_task(f"{verb} {counted(len(files), 'files')}", total=total)
     bar.disable = not bar.console.is_terminal
     begun = last_report = time.monotonic()
 

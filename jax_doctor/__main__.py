@@ -131,7 +131,11 @@ def _answer(driver: DriverResult) -> str:
         return driver.problem
     if driver.code != 0:
         return f"cuInit(0) returned {driver.code}, {driver.name or driver.problem}"
-    return f"CUDA {driver.cuda}, {driver.count} devices ({driver.seconds:.2f} s)"
+    return f"CUDA {driver.cuda}, {_devices(driver.count)} ({driver.seconds:.2f} s)"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
 
 
 def _jax_checks(jax: JaxResult) -> Checks:
@@ -140,7 +144,7 @@ def _jax_checks(jax: JaxResult) -> Checks:
     if not jax.num_devices:
         return [("JAX and its devices", f"{names or jax.child.last_words()} {seconds}")]
     right = len(jax.stages) - len(jax.failures())
-    text = f"{right} operations on {jax.num_devices} devices gave the right values"
+    text = f"{right} operations on {_devices(jax.num_devices)} gave the right values"
     return [("JAX and its devices", names), ("test run", f"{text} {seconds}")]
 
 

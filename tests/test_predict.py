@@ -359,7 +359,7 @@ def test_labels_are_numbers_or_names_of_the_run_s_classes(run, tmp_path):
 
 REFUSED_LABELS = {
     "cow": (["0", "cow"], "has the label 'cow', and the classes of the run are 0, 1"),
-    "outside": (["0", "7"], "1 labels outside the 2 classes .*the first is 7"),
+    "outside": (["0", "7"], "1 label outside the 2 classes .*the first is 7"),
     "half": (["0", "0.5"], "float64, and the run was trained on int32"),
 }
 

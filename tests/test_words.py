@@ -16,8 +16,8 @@ from haiku_template.data import (
     from_iterator,
     from_split,
 )
-from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError, DeviceError
+from haiku_template.devices import DeviceManager, checks
+from haiku_template.errors import ConfigError, DeviceError, counted
 from haiku_template.models import mlp
 from haiku_template.runs import Run, early_stop, start, train
 from haiku_template.runs.trial import check_run
@@ -333,3 +333,28 @@ def test_a_function_that_returns_a_trainer_is_no_experiment_s(tmp_path):
     run = Run(tmp_path / "run", None, CPU, "latest", lambda devices: "a trainer")
     with pytest.raises(ConfigError, match="--experiment returned a str, and no Exp"):
         _ = run.trainer
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "examples", "1 example"),
+        (1, "batches", "1 batch"),
+        (1, "classes", "1 class"),
+        ("1", "minutes", "1 minute"),
+        (0, "files", "0 files"),
+        ("1.0", "epochs", "1.0 epochs"),
+        (1200, "processes", "1,200 processes"),
+    ],
+)
+def test_one_of_a_thing_is_in_the_singular(number, noun, text):
+    assert counted(number, noun) == text
+
+
+def test_what_a_run_says_of_one_thing_is_in_the_singular():
+    rows = [{"step": step, "eval/loss": float(step)} for step in (1, 2)]
+    stops = early_stop("eval/loss", 1)
+    assert stops(rows) and " in 1 evaluation since then" in stops.reason
+    assert "of 1 example cannot be sharded evenly over 4 devices" in str(
+        checks._uneven(1, 4, 1)
+    )

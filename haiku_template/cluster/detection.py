@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, counted
 
 PORTS = range(61_440, 65_536)  # Of the jobs of one machine; as JAX's own.
 
@@ -156,9 +156,10 @@ def own_cards(
         raise ValueError(f"it is process {local} of {tasks} on its node")
     if len(visible) % tasks:
         raise ConfigError(
-            f"{tasks} processes on this node see {len(visible)} cards "
-            f"(CUDA_VISIBLE_DEVICES={','.join(visible)}), which cannot be shared "
-            "evenly; give each its own, as by srun --gpus-per-task"
+            f"{tasks} processes on this node see "
+            f"{counted(len(visible), 'cards')} (CUDA_VISIBLE_DEVICES="
+            f"{','.join(visible)}), which cannot be shared evenly; give each its "
+            "own, as by srun --gpus-per-task"
         )
     size = len(visible) // tasks
     return tuple(range(local * size, (local + 1) * size))

@@ -20,7 +20,7 @@ from haiku_template.data.trees import (
     leaves_by_path,
     map_leaves,
 )
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, counted
 
 PLAIN = {np.ndarray, np.memmap}  # Arrays with rows by number, none masked.
 Batch = Any  # A dict with `inputs`, or another tree of arrays.
@@ -71,7 +71,7 @@ class BatchSpec(NamedTuple):
         """Raises `ConfigError` unless a batch can be shared, and fits this machine."""
         self.share()
         size = self.batch_size * example_bytes
-        fact = f"a batch of {self.batch_size} examples has {size:,} bytes"
+        fact = f"a batch of {counted(self.batch_size, 'examples')} has {size:,} bytes"
         check_memory(size, fact, "use a smaller config.batch_size")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from haiku_template.data import dataset, files, images
 from haiku_template.data.dataset import BatchSpec, Data
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, counted
 from haiku_template.registry import make
 
 MANY_CLASSES = 10**6  # More than any classifier has; one wrong label shows more.
@@ -140,9 +140,9 @@ def check_classes(labels: np.ndarray, num_classes: int | None, where: str) -> in
         )
     if len(outside := np.flatnonzero((labels < 0) | (labels >= classes))):
         raise ConfigError(
-            f"{where} has {len(outside)} labels outside the {classes} classes (0 to "
-            f"{classes - 1}); the first is {labels[outside[0]]}, of example "
-            f"{outside[0]}"
+            f"{where} has {counted(len(outside), 'labels')} outside the "
+            f"{counted(classes, 'classes')} (0 to {classes - 1}); the first is "
+            f"{labels[outside[0]]}, of example {outside[0]}"
         )
     return classes
 

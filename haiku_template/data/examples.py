@@ -122,6 +122,7 @@ def as_dataset(
     for place, shapes in enumerate(map(each_shape, sets)):
         leaves, like = _side_by_side(arrays, shapes[0], whole_batch)
         if leaves_by_path(like).keys() == leaves.keys():
+            several = place > 0 or len(shapes) > 1
             break
     else:
         like = each_shape(data.train)[0]
@@ -134,7 +135,6 @@ def as_dataset(
         )
     if "labels" in leaves:
         leaves["labels"] = _indices(leaves["labels"], class_numbers(data), where)
-    several = place > 0 or len(shapes) > 1
     fit = lambda x, like: _fitting(f"{x} of {where}", leaves[x], like, several)  # noqa: E731
     return Rows(map_leaves(fit, like), batch_size)
 

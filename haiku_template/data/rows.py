@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from haiku_template.bounded import parse
 from haiku_template.data.dataset import check_memory
 from haiku_template.data.files import check_names, read_with
-from haiku_template.errors import ConfigError, download, need_package
+from haiku_template.errors import ConfigError, counted, download, need_package
 
 PIECE = 4096  # Rows of Parquet unpacked at a time.
 PIECE_BYTES = 2**20  # Of lines read at a time.
@@ -111,9 +111,9 @@ def csv_rows(path: Path, name: Callable[[list[str]], list[str]]) -> Iterator[Row
                     continue
             if len(values) != len(names):
                 raise ConfigError(
-                    f"{place} of {path} has {len(values)} values, and the first line "
-                    f"{len(first)} columns: {', '.join(first)}; commas in a text are "
-                    "between double quotes"
+                    f"{place} of {path} has {counted(len(values), 'values')}, and the "
+                    f"first line {counted(len(first), 'columns')}: "
+                    f"{', '.join(first)}; commas in a text are between double quotes"
                 )
             yield Row(place, path, dict(zip(names, values, strict=True)))
     except csv.Error as error:

@@ -10,7 +10,7 @@ import numpy as np
 
 from haiku_template.data.dataset import Batch, Dataset
 from haiku_template.data.trees import leaves_by_path, map_leaves
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class _Forward:
             if step < self._next[which]:
                 self._batches[which], self._next[which] = self._endless(), 0
             if count := step - self._next[which]:
-                logger.warning("reading past %d batches, to step %d", count, step)
+                past = counted(count, "batches")
+                logger.warning("reading past %s, to step %d", past, step)
             while (number := self._next[which]) <= step:
                 self._next[which] = ENDLESS  # If it raises, it is at its end.
                 batch = next(self._batches[which])

@@ -13,7 +13,7 @@ import numpy as np
 from haiku_template.data.dataset import Batch, Data, class_numbers
 from haiku_template.data.rows import Row, csv_rows, read_rows
 from haiku_template.data.trees import leaves_by_path, nested
-from haiku_template.errors import some
+from haiku_template.errors import counted, some
 
 OF_THE_LOSS = ("labels", "loss_mask")  # Names in a batch.
 LABELS = {"label", "labels", "class", "target", "y"}
@@ -80,7 +80,7 @@ def _columns(
     sizes = {x: math.prod(leaf.shape[1:]) for x, (_, leaf) in leaves.items()}
     unnamed = {x: size for x, size in sizes.items() if x not in columns}
     several = ", ".join(f"{x} {size}" for x, size in sizes.items())
-    facts = f"an example of the run has {sum(sizes.values())} values"
+    facts = f"an example of the run has {counted(sum(sizes.values()), 'values')}"
     facts += f" ({several})" * (len(sizes) > 1)
     if len(free) != sum(unnamed.values()):
         beside = [x for x in sizes if x in columns]
@@ -90,7 +90,8 @@ def _columns(
         hint = "; a column of labels is named label" * is_long
         hint += "".join(f"; {x} is its column of labels" for x in labels)
         raise ValueError(
-            f"it has {len(free)} columns of inputs{names}, and {facts}{hint}"
+            f"it has {counted(len(free), 'columns')} of inputs{names}, and "
+            f"{facts}{hint}"
         )
     if columns != _numbered(len(columns)) and len(unnamed) > 1:
         raise ValueError(f"it has no columns {', '.join(unnamed)}, and {facts}")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from haiku_template.devices.layout import HOST, Layout
-from haiku_template.errors import PlacementError, some
+from haiku_template.errors import PlacementError, counted, some
 from haiku_template.params import leaves_by_path
 
 if TYPE_CHECKING:
@@ -197,8 +197,9 @@ def _uneven(batch_size: Any, n: int, accumulate_steps: int) -> PlacementError:
     nearest = nearest_sizes(batch_size, n * accumulate_steps)
     times = f" x {accumulate_steps} accumulation steps" if accumulate_steps > 1 else ""
     return PlacementError(
-        f"a batch of {batch_size} examples cannot be sharded evenly over {n} "
-        f"devices{times}; the nearest batch sizes that can are {nearest}"
+        f"a batch of {counted(batch_size, 'examples')} cannot be sharded evenly over "
+        f"{counted(n, 'devices')}{times}; the nearest batch sizes that can are "
+        f"{nearest}"
     )
 
 

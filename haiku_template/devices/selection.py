@@ -14,7 +14,7 @@ import jax
 from jax.extend.backend import backends
 
 from haiku_template.devices.checks import device_index
-from haiku_template.errors import MEANT, DeviceError
+from haiku_template.errors import MEANT, DeviceError, counted
 from haiku_template.xla_flags import backend_started
 from jax_doctor import GPU_NAMES, Machine, check_environment, children, diagnose
 
@@ -84,7 +84,7 @@ FAULTS: dict[str, Callable[[Request], Any]] = {
     "--simulate_devices={simulate_devices} asks for no device; 1 is the least": (
         lambda r: r.simulate_devices is not None and r.simulate_devices < 1
     ),
-    "--device={spec} names {count} devices and --num_devices={num_devices} asks for "
+    "--device={spec} names {count} and --num_devices={num_devices} asks for "
     "{num_devices}; give one of the two": (
         lambda r: r.indices and r.num_devices not in (None, len(r.indices))
     ),
@@ -130,7 +130,8 @@ def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
         check_share(request.memory_fraction)
     for sentence, is_faulty in FAULTS.items():
         if is_faulty(request):
-            count, default = len(request.indices), jax.default_device
+            count = counted(len(request.indices), "devices")
+            default = jax.default_device
             raise DeviceError(
                 sentence.format(count=count, default=default, **request._asdict())
             )
@@ -216,8 +217,8 @@ def _start(request: Request) -> tuple[list[jax.Device], str]:
 
 def _too_few(simulated: int, count: int) -> DeviceError:
     return DeviceError(
-        f"{simulated} simulated devices were asked for after JAX had started with "
-        f"{count}; {TOO_LATE}"
+        f"--simulate_devices={simulated} came after JAX had started with "
+        f"{counted(count, 'devices')}; {TOO_LATE}"
     )
 
 

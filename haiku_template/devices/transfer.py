@@ -23,7 +23,7 @@ from haiku_template.devices.checks import describe, nearest_sizes
 from haiku_template.devices.layout import AXIS_NAME as AXIS_NAME
 from haiku_template.devices.layout import HOST, sharding_on
 from haiku_template.devices.processes import Processes
-from haiku_template.errors import PlacementError
+from haiku_template.errors import PlacementError, counted
 from haiku_template.params import leaves_by_path
 
 # Held while arrays are copied to devices, and in a program's first call on a GPU.
@@ -51,8 +51,8 @@ def device_put_sharded(shards: Sequence[Any], devices: Sequence[jax.Device]) -> 
         )
     if len(shards) != len(devices):
         raise PlacementError(
-            f"device_put_sharded got {len(shards)} shards for {len(devices)} devices; "
-            "it takes one shard for each device"
+            f"device_put_sharded got {counted(len(shards), 'shards')} for "
+            f"{counted(len(devices), 'devices')}; it takes one shard for each device"
         )
     first, *structures = map(jax.tree.structure, shards)
     for i, structure in enumerate(structures, 1):
@@ -97,7 +97,8 @@ def _cut_rows(processes: Processes, spec: Any, batch: Any) -> Any:
         return batch
     if rows % n:
         raise PlacementError(
-            f"a batch of {rows} examples cannot be sharded evenly over {n} processes; "
+            f"a batch of {counted(rows, 'examples')} cannot be sharded evenly over {n} "
+            "processes; "
             f"the nearest batch sizes that can are {nearest_sizes(rows, n)}"
         )
     return jax.tree.map(lambda x: np.split(x, n)[processes.index], batch)
@@ -246,8 +247,8 @@ def _check_host_leaves(batch: Any, subject: str) -> int:
     for name, count in rows.items():
         if count != size:
             raise PlacementError(
-                f"{first} has {size} rows and {name} has {count}; all leaves of a "
-                "batch have one row for each example"
+                f"{first} has {counted(size, 'rows')} and {name} has {count}; all "
+                "leaves of a batch have one row for each example"
             )
     return size
 

@@ -18,7 +18,7 @@ import optax
 
 from haiku_template import stored
 from haiku_template.config import check_some
-from haiku_template.errors import ConfigError, near
+from haiku_template.errors import ConfigError, counted, near
 from haiku_template.finetuning import lora as loras
 from haiku_template.finetuning import quantized
 from haiku_template.finetuning.lora import KINDS, MATRIX, A, B, Lora
@@ -273,10 +273,10 @@ def _adapted(
         tensors = sorted(k for k in fits - axes.keys() if leaves[k].ndim > 2)
         if tensors and flat:
             logger.warning(
-                "lora: %r fits %d parameters of more than two axes, too (%s %s); they "
+                "lora: %r fits %s of more than two axes, too (%s %s); they "
                 "get no adapters unless config.finetuning.lora.axes names them",
                 pattern,
-                len(tensors),
+                counted(len(tensors), "parameters"),
                 tensors[0],
                 list(leaves[tensors[0]].shape),
             )

@@ -9,7 +9,7 @@ from typing import Any
 import haiku as hk
 import jax
 
-from haiku_template.errors import ConfigError, near, some
+from haiku_template.errors import ConfigError, counted, near, some
 from haiku_template.params import matching, ordered
 
 SHOWN = 20  # Names in a message.
@@ -41,8 +41,8 @@ def remat(model: Any, patterns: Sequence[str]) -> Any:
                 outer = sorted(names, key=lambda name: name.count("/"))
                 raise ConfigError(
                     f"config.model.remat: the pattern {pattern!r} fits none of the "
-                    f"{len(outer)} modules that the model calls{near(pattern, outer)}; "
-                    f"they are {some(outer, SHOWN)}"
+                    f"{counted(len(outer), 'modules')} that the model calls"
+                    f"{near(pattern, outer)}; they are {some(outer, SHOWN)}"
                 )
         return first
 

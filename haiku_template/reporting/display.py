@@ -25,7 +25,7 @@ from rich.text import Text
 
 from haiku_template.devices import DeviceManager, describe
 from haiku_template.devices.layout import device_bytes
-from haiku_template.errors import ConfigError, some
+from haiku_template.errors import ConfigError, counted, some
 from haiku_template.finetuning.lora import is_adapter
 from haiku_template.params import flatten
 from haiku_template.reporting import notebook
@@ -203,13 +203,14 @@ def preamble(trainer: Any, state: Any, report: Any, start: int, hooks: Any) -> l
     steps = 1 if hooks else feed.steps_per_call
     calls = f", {steps} steps a call" if steps > 1 else ""
     if size := getattr(trainer.experiment.data.train, "num_examples", None):
-        epochs = report.num_steps * feed.batch_size / size
-        calls += f"; {report.num_steps:,} steps = {epochs:,.4g} epochs"
+        epochs = f"{report.num_steps * feed.batch_size / size:,.4g}"
+        calls += f"; {counted(report.num_steps, 'steps')} = {counted(epochs, 'epochs')}"
+    size = counted(feed.batch_size, "examples")
     return [
         f"devices   {devices.describe()}",
         parameter_tables(state.params),
         *([frozen_table(state.params, state.frozen)] if state.frozen else []),
-        f"batch     {feed.batch_size} examples, {share} on each device{calls}",
+        f"batch     {size}, {share} on each device{calls}",
         f"data      {feed.placement}",
         f"workdir   {report.workdir}{resumed}",
         *([_of_the_batch(from_batch)] if from_batch else []),
@@ -251,7 +252,7 @@ def _parameter_table(groups: dict[str, list[jax.Array]]) -> Table:
         shape = f"{len(leaves)} leaves" if len(leaves) > 1 else shape
         places = ", ".join(sorted(set(map(describe, leaves))))
         rows.append((name, shape, _dtypes(leaves), f"{tree_bytes(leaves):,}", places))
-    total = f"{tree_size(groups):,} parameters"
+    total = counted(tree_size(groups), "parameters")
     totals = (total, "", "", f"{device_bytes(groups):,}", "on each device")
     columns = ("name", "shape", "dtype", "bytes", "where")
     return table("Parameters", columns, rows, [totals])

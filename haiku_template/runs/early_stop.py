@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from haiku_template.config import check_some
+from haiku_template.errors import counted
 from haiku_template.preflight.checks import check_measured
 
 
@@ -50,8 +51,8 @@ def early_stop(
         stops.reason = (
             f"{metric} was {text}, and not better"
             + f" by more than {min_delta:g}" * (min_delta > 0)
-            + f" in {len(points) - 1 - best} evaluations since then (patience "
-            + f"{patience})"
+            + f" in {counted(len(points) - 1 - best, 'evaluations')} since then "
+            + f"(patience {patience})"
         )
         return True
 

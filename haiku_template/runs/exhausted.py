@@ -13,7 +13,7 @@ from rich.console import Console
 
 from haiku_template.data.dataset import host_memory
 from haiku_template.devices.layout import device_bytes
-from haiku_template.errors import MemoryFullError
+from haiku_template.errors import MemoryFullError, counted
 from haiku_template.params import leaves_by_path
 from haiku_template.preflight import memory_budget, settle
 from haiku_template.preflight.fit import candidates, closest_of, unified
@@ -81,5 +81,5 @@ def _largest(arrays: list[jax.Array], paths: dict[int, str]) -> Any:
         )
         for x in largest
     ]
-    title = f"Largest of {len(arrays)} arrays, on each device"
+    title = f"Largest of {counted(len(arrays), 'arrays')}, on each device"
     return table(title, ("path", "shape", "dtype", "size"), rows)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from haiku_template.errors import ConfigError, Interrupted
+from haiku_template.errors import ConfigError, Interrupted, counted
 from haiku_template.runs.stopping import LISTENING
 from haiku_template.training import Experiment
 
@@ -65,7 +65,8 @@ def within(minutes: float, train: Callable[..., Any]) -> Callable[..., Any]:
             # Each has a clock, and all stop at the step that the first one asks for.
             if not trainer.devices.processes.least(int(passed.is_set()) or None):
                 raise
-            reason = f"after {minutes:g} minutes, as config.max_minutes says"
+            passed_by = counted(f"{minutes:g}", "minutes")
+            reason = f"after {passed_by}, as config.max_minutes says"
             print(f"stopped   {reason}: {str(error).partition('received: ')[2]}")
         finally:
             over.set()

@@ -16,7 +16,7 @@ import numpy as np
 from haiku_template.data import ahead
 from haiku_template.devices import DeviceManager, check_host_batch, sum_over
 from haiku_template.devices.transfer import detached, own_rows, pad_rows
-from haiku_template.errors import ConfigError, PlacementError, some
+from haiku_template.errors import ConfigError, PlacementError, counted, some
 from haiku_template.models import plain_outputs
 from haiku_template.models.forms import PerExample, inputs_of
 from haiku_template.params import path_of
@@ -113,8 +113,8 @@ def _check_even(dataset: Any, rows: int, n: int, of_batch: Sequence[str]) -> Non
     if rows % n or last % n:
         size = (dataset.num_batches - 1) * rows + last
         raise PlacementError(
-            f"the evaluation set has {size} examples in batches of {rows}, the last of "
-            f"{last}, to be sharded over {n} devices; the model returns "
+            f"the evaluation set has {counted(size, 'examples')} in batches of {rows}, "
+            f"the last of {last}, to be sharded over {n} devices; the model returns "
             f"{numbers_text(of_batch)} for a batch, in which padding would count: "
             f"possible are a batch size and a number of examples that {n} divides, or "
             "numbers for each example, [B]"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
 from haiku_template.models.losses import WEIGHT, confusion, macro_f1
 
@@ -189,11 +189,11 @@ def _no_labels(task: Task, names: list[str]) -> ConfigError:
 
 def _unmasked(name: str, rows: int) -> ConfigError:
     return ConfigError(
-        f"the task's {name!r} is one number for {rows} examples; return one for each, "
-        "[B], without a mean over them. A number of a whole batch counts what may be "
-        "padding in evaluation: let it take `mask`, bool [B], False there (a constant "
-        "may leave it unused; on several devices, what the model makes of a batch "
-        "counts padding, and there is none if eval batches divide the set)"
+        f"the task's {name!r} is one number for {counted(rows, 'examples')}; return "
+        "one for each, [B], without a mean over them. A number of a whole batch counts "
+        "what may be padding in evaluation: let it take `mask`, bool [B], False there "
+        "(a constant may leave it unused; on several devices, what the model makes of "
+        "a batch counts padding, and there is none if eval batches divide the set)"
     )
 
 
@@ -245,10 +245,10 @@ def _check_shape(name: str, value: Any, batch: Any, rows: int) -> tuple[int, ...
     if shape not in {(), (rows,)} | of_batch:
         pairs = ", which may be all pairs of them" if is_square else ""
         raise ConfigError(
-            f"the task's {name!r} has shape {list(shape)} for {rows} examples{pairs}; "
-            f"each value must be one number per example: [{rows}], per token, as an "
-            "array of the batch has them, or one for the batch: []; take the mean over "
-            "other dimensions"
+            f"the task's {name!r} has shape {list(shape)} for "
+            f"{counted(rows, 'examples')}{pairs}; each value must be one number per "
+            f"example: [{rows}], per token, as an array of the batch has them, or one "
+            "for the batch: []; take the mean over other dimensions"
         )
     return shape
 

@@ -23,7 +23,7 @@ from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
 from haiku_template.devices.transfer import own_rows
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
 from haiku_template.models.forms import PerExample, inputs_of, with_state
@@ -425,7 +425,8 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
         if len(shape := jnp.shape(outputs)) != 2 or shape[1] != num_outputs:
             raise ConfigError(
                 f"the model gives outputs of shape {list(shape)}, and the data has "
-                f"{num_outputs} classes; classification takes logits [B, {num_outputs}]"
+                f"{counted(num_outputs, 'classes')}; classification takes logits [B, "
+                f"{num_outputs}]"
             )
         return task.values(outputs, batch)
 

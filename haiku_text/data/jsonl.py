@@ -24,7 +24,7 @@ from haiku_template.data.buckets import BucketedDataset, BucketedEvaluationSet
 from haiku_template.data.dataset import BatchSpec, Data
 from haiku_template.data.files import data_path
 from haiku_template.data.rows import Row, read_rows
-from haiku_template.errors import ConfigError, some
+from haiku_template.errors import ConfigError, counted, some
 from haiku_text.data import texts
 from haiku_text.data.documents import hold_out, rank
 from haiku_text.data.packing import PackedDataset
@@ -37,9 +37,10 @@ TASKS = {"classes": "classification", "tokens": "language_model"}  # For message
 TASKS["texts"] = TASKS["classes"]
 WHOLE = "text or a whole number"
 CHATS = """; chats are read once they are texts, such as those that this writes: \
-python -c "import json, sys; [print(json.dumps({{'prompt': ''.join('{{role}}: {{content}}\\n'\
-.format(**x) for x in chat[:-1]) + 'assistant:', 'completion': ' ' + \
-chat[-1]['content']}})) for x in sys.stdin for chat in [json.loads(x)['{name}']]]" \
+python -c "import json, sys; [print(json.dumps({{'prompt': \
+''.join('{{role}}: {{content}}\\n'.format(**x) for x in chat[:-1]) + 'assistant:', \
+'completion': ' ' + chat[-1]['content']}})) \
+for x in sys.stdin for chat in [json.loads(x)['{name}']]]" \
 < {path} > texts.jsonl"""
 data_file = functools.partial(
     data_path, name="jsonl", description="a file of JSON-lines, .csv or .parquet"
@@ -351,8 +352,8 @@ def _completions(lines: Lines, tokenizer: Tokenizer, cut: int | None) -> Complet
 def _check_completion(line: Line, prompt_size: int, size: int) -> None:
     if size < 2 or size == prompt_size:
         raise ConfigError(
-            f"{line.where} has nothing to learn from: its prompt has {prompt_size} "
-            f"tokens and its completion {size - prompt_size}"
+            f"{line.where} has nothing to learn from: its prompt has "
+            f"{counted(prompt_size, 'tokens')} and its completion {size - prompt_size}"
         )
 
 

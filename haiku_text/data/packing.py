@@ -9,6 +9,7 @@ import functools
 import numpy as np
 
 from haiku_template.data.dataset import Batch, BatchSpec, epochs
+from haiku_template.errors import counted
 from haiku_text.data.texts import Completions
 
 
@@ -63,8 +64,9 @@ class PackedDataset:
         """Describes how full the windows are."""
         count, windows = len(self.examples.sizes), self.num_examples
         return (
-            f"{count:,} examples packed into {windows:,} windows of {self.context} "
-            f"tokens, {self.examples.sizes.sum() / (windows * self.context):.1%} full"
+            f"{counted(count, 'examples')} packed into {counted(windows, 'windows')} "
+            f"of {counted(self.context, 'tokens')}, "
+            f"{self.examples.sizes.sum() / (windows * self.context):.1%} full"
         )
 
     def batch(self, step: int) -> Batch:

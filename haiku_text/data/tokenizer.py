@@ -17,7 +17,7 @@ import numpy as np
 
 from haiku_template.bounded import is_dir, is_file, read_json
 from haiku_template.data.files import read_with
-from haiku_template.errors import ConfigError, download
+from haiku_template.errors import ConfigError, counted, download
 
 BYTES, FILE = "bytes", "tokenizer.json"
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -122,8 +122,8 @@ class Tokenizer:
         added = library.num_special_tokens_to_add(pairs) if special else 0
         if most is not None and most <= added:  # Which the package cuts nothing to.
             raise ConfigError(
-                f"context={most} leaves no room for a text beside the {added} tokens "
-                f"that {self.name} adds to each"
+                f"context={most} leaves no room for a text beside the "
+                f"{counted(added, 'tokens')} that {self.name} adds to each"
             )
         with self._errors("encode the texts"):
             if most is not None:

@@ -101,9 +101,7 @@ def test_what_is_written_in_half_precision_again_is_said(
     folder, name = copy_of("bert", halved), np.dtype(dtype).name
     params = load(folder, one_device)
     export_like(folder, tmp_path / "same", params, BERT, one_device)
-    assert f"{len(jax.tree.leaves(params))} tensors are written as {name}" in (
-        caplog.text
-    )
+    assert f"{len(jax.tree.leaves(params))} tensors written as {name}" in (caplog.text)
     params["bert/head"]["b"] += 1e5
     if dtype == np.float16:  # bfloat16 reaches as far as float32.
         with pytest.raises(ConfigError, match="bert/head/b .* float16"):
