@@ -605,7 +605,9 @@ def test_pictures_for_a_run_of_fractions_are_scaled(tmp_path, caplog):
     assert "scaled from bytes to [0, 1]" in caplog.text
 
 
-def test_new_texts_need_no_label_and_get_their_class_s_name(tmp_path, one_device):
+def test_new_texts_need_no_label_and_get_their_class_s_name(
+    tmp_path, one_device, capsys
+):
     lines = [{"text": "good " * n, "label": "praise"} for n in range(1, 9)]
     lines += [{"text": "bad " * n, "label": "blame"} for n in range(1, 9)]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -635,3 +637,9 @@ def test_new_texts_need_no_label_and_get_their_class_s_name(tmp_path, one_device
     with pytest.raises(ConfigError, match="has no labels"):
         evaluate(run, tmp_path / "new.jsonl")
     assert evaluate(run, tmp_path / "t.jsonl")["eval/loss"] > 0
+    capsys.readouterr()
+    print_predictions(run, read_examples(str(tmp_path / "t.jsonl"), data, 4))
+    shown = [
+        json.loads(line)["labels"] for line in capsys.readouterr().out.splitlines()
+    ]
+    assert shown == ["praise"] * 8 + ["blame"] * 8

@@ -115,17 +115,23 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
 def print_predictions(run: Run, examples: Any = None) -> None:
     """Prints a JSON object for each example: its class and probability, or outputs.
 
+    A label is named as the class is.
+
     The outputs of a loss of one's own are no logits to it: they stay, beside the class.
     Raises `ConfigError` for more than `MOST_PRINTED` of an example, such as logits of
     tokens, on a terminal.
     """
     run.check_outputs()
     is_softmax = run.trainer.recipe.task.labels == "classes"
+    names = dict(enumerate(run.trainer.experiment.data.class_names))
     with run.devices.explicit_transfers():
         for batch in _batches(run, examples):
             if "class" in batch and is_softmax:
                 (logits,) = jax.tree.leaves(batch.pop("outputs"))
                 batch["probability"] = _probability(logits)
+            if "class" in batch and "labels" in batch and names:
+                labels = batch["labels"].tolist()  # Perhaps of no class.
+                batch["labels"] = np.array([names.get(x, x) for x in labels])
             _check_printable(batch)
             sys.stdout.writelines(map(json_line, _rows(batch)))
 

@@ -65,7 +65,7 @@ def test_a_healthy_set_has_no_fault_up_to_the_driver(whole):
     for part in ("plugin", "pjrt"):
         assert f"jax-cuda12-{part} {JAX}" in results["installed packages"]
     assert results["card and driver files"] == "/dev/nvidia0"
-    assert "1 devices" in results["the driver's answer"]
+    assert "1 device" in results["the driver's answer"]
     # The stub is no card: the plugin ends at it, and its own words are quoted.
     (finding,) = report["findings"]
     assert finding["id"] == "A00" and PAST_THE_LIBRARIES in finding["found"]

@@ -234,7 +234,7 @@ def test_a_pattern_that_fits_matrices_means_them_and_says_what_it_leaves(caplog)
     with caplog.at_level(logging.WARNING):
         plan = make_plan(Finetuning(lora=Lora(rank=2)), SHAPES, {"a/conv/w": "x"})
     assert plan.adapted == {"a/linear/w"} and plan.lora.axes == ()
-    words = "'*/w' fits 1 parameters of more than two axes, too (a/conv/w [3, 3, 8, 4])"
+    words = "'*/w' fits 1 parameter of more than two axes, too (a/conv/w [3, 3, 8, 4])"
     assert words in caplog.text
     caplog.clear()
     axes = (("*/conv/w", "in in in out"), ("*/w", "out out in in"))

@@ -213,7 +213,7 @@ def test_a_classifier_of_pairs_trains_and_predicts(
 
 
 REFUSED = {
-    "a line with fewer": ("text,label\na\n", "line 2 .* 1 values, .* 2 columns: text"),
+    "a line with fewer": ("text,label\na\n", "line 2 .* 1 value, .* 2 columns: text"),
     "a quote": ('text,label\n"a\n', "line 2 of .* is no CSV: unexpected end"),
     "a quote in a text": (
         'text,label\n"a"b,c\n',
