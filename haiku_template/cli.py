@@ -29,6 +29,7 @@ from haiku_template.errors import (
     DeviceError,
     Interrupted,
     StorageError,
+    memory_full,
     near,
 )
 
@@ -333,7 +334,8 @@ def _unseen(error: BaseException) -> ConfigError | None:
 
 def _of_a_user(error: BaseException) -> Exception | None:
     """Error that says what a user can mend, or None."""
-    return _unseen(error) or _no_choice(error) or _unprinted(error)
+    known = _unseen(error) or _no_choice(error) or _unprinted(error)
+    return known or memory_full(error)
 
 
 def _unprinted(error: BaseException) -> StorageError | None:

@@ -117,6 +117,14 @@ def is_exhausted(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) and not hasattr(error, "exit_code")
 
 
+def memory_full(error: BaseException) -> MemoryFullError | None:
+    """Sentence of such an error; None for another."""
+    if not is_exhausted(error):
+        return None
+    reason = str(error).strip().split("\n")[0][:200]
+    return MemoryFullError(f"the memory of a device was full: {reason}")
+
+
 class StorageError(_Sentence, RuntimeError):
     """A checkpoint or a file that cannot be written or read."""
 

@@ -39,6 +39,7 @@ from haiku_template.errors import (
     PlacementError,
     ReplicaError,
     StorageError,
+    memory_full,
 )
 
 FLAGS = flags.FLAGS
@@ -100,12 +101,15 @@ def _train_here(members: list[Member]) -> dict[str, int]:
             if not state:
                 codes[name] = 0
                 start.run(member.config, devices, str(member.workdir))
-        except OF_A_RUN as error:
+        except (RuntimeError, ValueError) as error:  # As which JAX raises XLA's.
+            full = memory_full(error)
             # A device whose replicas differ is no other run's, either.
-            if FLAGS.only is not None or isinstance(error, ReplicaError):
+            is_others = isinstance(error, ReplicaError)
+            is_own = full or (isinstance(error, OF_A_RUN) and not is_others)
+            if FLAGS.only is not None or not is_own:
                 raise
-            print(f"error: {name}: {error}", file=sys.stderr, flush=True)
-            codes[name] = error.exit_code
+            print(f"error: {name}: {full or error}", file=sys.stderr, flush=True)
+            codes[name] = (full or error).exit_code
         if not state:
             jax.clear_caches()  # Programs of this run; what they hold on devices.
             gc.collect()

@@ -3,6 +3,7 @@
 import json
 import re
 
+from haiku_template import cli
 from haiku_template.errors import MemoryFullError, is_exhausted
 from tests.runs import MAY_RESTART, ROOT, run_command
 
@@ -51,3 +52,9 @@ def test_other_errors_are_left_as_they_are():
     assert is_exhausted(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1"))
     assert not is_exhausted(RuntimeError("INTERNAL: a kernel"))
     assert not is_exhausted(MemoryFullError("RESOURCE_EXHAUSTED, said already"))
+
+
+def test_memory_that_is_full_outside_a_run_is_a_sentence_with_its_code():
+    error = cli._of_a_user(RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nframes"))
+    assert error.exit_code == 77 and str(error).endswith("EXHAUSTED: Out of memory")
+    assert cli._of_a_user(RuntimeError("INTERNAL: a kernel")) is None
