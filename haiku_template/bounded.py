@@ -18,6 +18,11 @@ ABSENT = errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP
 DEEP = f"it is nested too deeply: {DEPTH} levels are read"
 
 
+def at_home(path: str | Path) -> Path:
+    """Path whose ~ is the home folder; one of no user stays, as a shell leaves it."""
+    return Path(os.path.expanduser(path))
+
+
 def exists(path: str | Path) -> bool:
     """Tests for a file or a folder; raises `OSError` where neither can be known.
 

@@ -16,7 +16,7 @@ from importlib import machinery
 from pathlib import Path
 from typing import Any
 
-from haiku_template.bounded import exists
+from haiku_template.bounded import at_home, exists
 from haiku_template.errors import ConfigError
 
 # Once in a process: commands read a run's config before they open it.
@@ -131,7 +131,7 @@ def _file(module: str | None) -> Path | None:
 def _roots(names: Iterable[str]) -> Iterator[Path]:
     """Folders and files of `--trust`; raises `ConfigError` for what is not there."""
     for name in map(str, names):
-        path, files = Path(name).expanduser(), files_of(name)
+        path, files = at_home(name), files_of(name)
         if not files and not exists(path):
             raise ConfigError(
                 f"--trust={name} is neither a path nor a module that is found from "

@@ -17,15 +17,19 @@ from haiku_template import cli
 from haiku_template import config as configs
 from haiku_template.config import default_config
 from haiku_template.data import DATASETS
+from haiku_template.data.files import data_path
 from haiku_template.errors import ConfigError, download, near
 from haiku_template.finetuning.adapters import load_adapters
 from haiku_template.finetuning.source import open_source
 from haiku_template.models import MODELS
 from haiku_template.pretrained.converting import convert
 from haiku_template.registry import make, resolve, users_module
+from haiku_template.runs import start
 from haiku_template.training import Experiment
+from haiku_template.trust import check_files
 from haiku_text import huggingface
 from haiku_text.data import Tokenizer
+from haiku_text.data.documents import text_files
 from tests.runs import run_command
 
 ROOT = Path(__file__).parents[1]
@@ -526,6 +530,22 @@ def test_the_home_folder_is_found_in_the_value_of_any_flag(monkeypatch, name):
         assert (
             found == words if name in TEXT else found == words.replace(word, expected)
         )
+
+
+USER = "~no.such.user/x"  # A shell leaves such a word as it is.
+READERS = {
+    "data": lambda: data_path(USER, "npz", "a file"),
+    "texts": lambda: text_files((USER,)),
+    "tokenizer": lambda: Tokenizer(USER),
+    "trust": lambda: check_files("model", "json:loads", Path(), [USER]),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_home_of_no_user_is_a_folder_that_is_not_there(name):
+    assert not start.is_copied(USER)
+    with pytest.raises(ConfigError, match="does not exist|json"):
+        READERS[name]()
 
 
 def test_a_variable_with_a_value_that_jax_refuses_is_one_sentence(tmp_path):

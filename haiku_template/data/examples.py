@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from haiku_template.bounded import exists, is_dir
+from haiku_template.bounded import at_home, exists, is_dir
 from haiku_template.data.dataset import (
     Data,
     Rows,
@@ -57,7 +57,7 @@ def read_examples(
     """
     if not name:  # As of a shell's variable; Path("") is the current folder.
         raise ConfigError(f"--inputs= is empty; {POSSIBLE}")
-    path = Path(name).expanduser()
+    path = at_home(name)
     suffix = path.suffix.lower()
     if not exists(path) and ":" in name:
         made = resolve("--inputs", name, {})()

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from safetensors import safe_open
 
-from haiku_template.bounded import exists, is_dir, is_file
+from haiku_template.bounded import at_home, exists, is_dir, is_file
 from haiku_template.data.dataset import check_memory
 from haiku_template.data.trees import nested
 from haiku_template.errors import ConfigError
@@ -70,7 +70,7 @@ def data_path(path: str | None, name: str, description: str, key: str = "path") 
             f"the data set {name} needs {description}: --config.data.{key}=PATH "
             "(nothing is downloaded)"
         )
-    return Path(str(path)).expanduser()  # `--config.data.path=2024` is a number.
+    return at_home(str(path))  # `--config.data.path=2024` is a number.
 
 
 def read_with(path: Path, reader: Callable[[Path], T]) -> T:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from haiku_template.bounded import at_home
 from haiku_template.config import default_config, differences, fixed, to_dict
 from haiku_template.data import whole_batches
 from haiku_template.devices.processes import gather
@@ -101,7 +102,7 @@ def open_checkpoints(
     if mirror:  # An empty one is none.
         from haiku_template.storage.mirror import Mirror
 
-        checkpoints.mirror = Mirror(Path(workdir), Path(mirror).expanduser(), run)
+        checkpoints.mirror = Mirror(Path(workdir), at_home(mirror), run)
     return checkpoints
 
 
@@ -112,7 +113,7 @@ def brought_back(trainer: Trainer, workdir: Any, mirror: Any, config: Any) -> Pa
 
         processes = trainer.devices.processes
         if processes.index == 0:
-            bring_back(Path(workdir), Path(mirror).expanduser(), config)
+            bring_back(Path(workdir), at_home(mirror), config)
         processes.first(None)  # All wait for it.
     return workdirs.own(workdir)
 

@@ -12,6 +12,7 @@ from ml_collections import config_dict
 from ml_collections.config_flags import config_path
 
 from haiku_template import compat, preflight
+from haiku_template.bounded import at_home
 from haiku_template.config import (
     LOOP_KEYS,
     default_config,
@@ -73,7 +74,7 @@ def run(
     mirrored = bool(config.mirror) and devices.processes.first(is_copied(config.mirror))
     check_workdir(Path(workdir), saved, mirrored)
     if rewind is not None and not dry_run:
-        mirror = Path(config.mirror).expanduser() if mirrored else None
+        mirror = at_home(config.mirror) if mirrored else None
         _go_back(devices, Path(workdir), rewind, mirror, config.num_steps)
     begun = False  # Asked of a run with `init_from` alone.
     if config.init_from:
@@ -130,7 +131,7 @@ def trainer_of(
 
 def is_copied(mirror: str | None) -> bool:
     """True if a mirror has a run's checkpoints, and the loop can bring them back."""
-    return bool(mirror) and has_checkpoints(Path(mirror).expanduser())
+    return bool(mirror) and has_checkpoints(at_home(mirror))
 
 
 def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
@@ -184,7 +185,7 @@ def _begun(workdir: Path, mirror: str | None) -> Path | None:
     """Folder that has the checkpoints of the run: its workdir, or its mirror."""
     if has_checkpoints(workdir):
         return workdir
-    return Path(mirror).expanduser() if is_copied(mirror) else None
+    return at_home(mirror) if is_copied(mirror) else None
 
 
 def _taken(workdir: Path, mirror: str | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from haiku_template.bounded import is_dir, is_file, read_json
+from haiku_template.bounded import at_home, is_dir, is_file, read_json
 from haiku_template.data.files import read_with
 from haiku_template.errors import ConfigError, counted, download
 
@@ -49,7 +49,7 @@ class Tokenizer:
         self._literal = literal
         if source in (None, BYTES):
             return
-        path = Path(source or "''").expanduser()  # Else it is the current folder.
+        path = at_home(source or "''")  # Else it is the current folder.
         path = path / FILE if is_dir(path) else path
         if path.suffix == ".safetensors":
             possible = "a tokenizer.json, a folder with one, or None for bytes"
