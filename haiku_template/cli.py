@@ -48,6 +48,7 @@ HOME = re.compile(
 TUPLE = r"(?:(?<=\.model\.remat=)|(?<=\.data\.classes=))\(.*\)"
 LITERAL = re.compile(rf"--?config\.([\w.]+)=(None|{TUPLE})")
 NONE = re.compile(r"(?<=\0)(--?config\.[\w.]+)\0None(?=\0|$)")  # In two words.
+KEYS = "; keys of a sweep are words without dashes, such as seed=0,1"
 FLAGS = flags.FLAGS
 # What a path that was asked for may be, beside absent: Python raises where it looks.
 UNSEEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
@@ -358,6 +359,8 @@ def _no_choice(error: BaseException) -> ConfigError | None:
 def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     try:
         argv = FLAGS.read_flags_from_files(argv, force_gnu=False)
+        end = argv.index("--") if has_arguments and "--" in argv else len(argv)
+        argv, behind = argv[:end], argv[end + 1 :]
         argv = NONE.sub(r"\1=None", HOME.sub(_at_home, "\0".join(argv))).split("\0")
         file = _config_file(argv)
         if file and not is_file(file):
@@ -367,7 +370,7 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         WORDS[:] = [word for word in argv if word not in literals]
         if file and any(map(HELP.fullmatch, argv)):
             argv, literals = _print_keys(file, argv, literals), {}
-        arguments = FLAGS([word for word in argv if word not in literals])
+        arguments = FLAGS([word for word in argv if word not in literals]) + behind
         if len(arguments) > 1 and not has_arguments:
             raise ValueError(
                 f"unexpected argument {arguments[1]!r}; flags begin with --"
@@ -384,7 +387,10 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         cause = str(error).rpartition("flagfile: ")[2]
         raise ConfigError(f"a --flagfile cannot be read: {cause}") from error
     except Exception as error:
-        of_user = _of_a_user(error) or ConfigError(_sentence(error, argv))
+        sentence = _sentence(error, argv)
+        if has_arguments and "config" in FLAGS and isinstance(error, flags.Error):
+            sentence += KEYS
+        of_user = _of_a_user(error) or ConfigError(sentence)
         raise of_user from error
 
 

@@ -503,6 +503,22 @@ def test_keys_may_be_behind_the_flags_end(tmp_path):
     assert {"seed=0", "seed=1"} < {x.name for x in tmp_path.iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seed=0,1"], "flag 'seed' (did you mean --config.seed?); keys of a sweep"),
+        (["--config.seed=0,1"], "a whole number is needed here; keys of a sweep are"),
+        (["--", "--config=other.py"], "'--config=other.py' is not understood"),
+        (["--", "--config.num_epochs=None"], "'--config.num_epochs=None' is not un"),
+        (["--", "--help"], "'--help' is not understood"),
+    ],
+)
+def test_words_that_look_like_flags_are_told_to_be_keys(tmp_path, words, sentence):
+    done = sweep_in(tmp_path, *words)
+    assert done.returncode == 64 and done.stderr.startswith("error: "), done.stderr
+    assert sentence in done.stderr
+
+
 def test_keys_that_refer_to_a_swept_one_follow_it_as_they_follow_a_flag(tmp_path):
     config = digits.get_config()
     config.eval_every = config.get_ref("num_steps") // 4
