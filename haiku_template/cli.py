@@ -7,6 +7,7 @@ import ast
 import contextlib
 import errno
 import functools
+import inspect
 import os
 import re
 import sys
@@ -416,12 +417,26 @@ def _print_keys(
     """Prints the keys of the config that was given; returns words that ask for help."""
     FLAGS([x for x in argv if x not in literals and not HELP.fullmatch(x)])
     _set_literals(file, literals.values())
-    values = FLAGS["config"].value
+    values = FLAGS["config"].value.to_dict()
+    values["data"] = _keys_of_data(values["data"])
     print(f"keys of {_config_file(argv)}, and their values:\n")
-    for key, value in config.flatten(values.to_dict(), "config.").items():
+    for key, value in config.flatten(values, "config.").items():
         print(f"  --{key}={value}")
     print()
     return [argv[0], "--help"]  # absl prints the flags, and ends.
+
+
+def _keys_of_data(values: dict[str, Any]) -> dict[str, Any]:
+    """Adds keys that a config leaves out, with their defaults, for a set of ours."""
+    from haiku_template.data import DATASETS
+
+    if (name := values.get("name")) not in DATASETS:  # A user's code is not imported.
+        return values
+    function = registry.resolve("data", name, DATASETS)
+    parameters = inspect.signature(function).parameters.values()
+    usual = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
+    usual |= config.default_config().data.to_dict()
+    return dict(sorted((usual | values).items()))
 
 
 def _meant(name: str, text: str) -> str:

@@ -248,6 +248,14 @@ def test_help_lists_the_keys_of_the_config(command):
     assert "--[no]fit" in shown and "(default: 'true')" not in shown  # None is on.
 
 
+def test_help_lists_the_keys_of_the_data_that_the_config_leaves_out(command):
+    shown = command("train", "--config=configs/gpt_bytes.py", "--help").stdout
+    lines = [x.strip() for x in shown.splitlines() if "--config.data." in x]
+    assert "--config.data.validation_fraction=0.1" in lines
+    assert "--config.data.workers=0" in lines and "--config.data.context=128" in lines
+    assert lines == sorted(lines) and "--config.data.name=bytes" in lines
+
+
 def test_parts_of_others_are_sentences(tmp_path):
     x, y = np.zeros((16, 3), np.float32), np.zeros(16, np.int32)
     split = Split(x, y, x, y)

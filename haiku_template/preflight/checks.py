@@ -131,6 +131,13 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     except ConfigError:
         raise
     except Exception:  # A derived metric may refuse these made-up numbers.
+        known = summarize(numbers, lambda *_: {})
+        if best_metric not in (known := _with_sets(known, sets)):
+            logger.warning(
+                f"best_metric={best_metric} is none of {', '.join(known)}"
+                f"{near(best_metric, known)}; if it is no derived metric either, which "
+                "the first evaluation tells, no checkpoint is the best"
+            )
         return
     names = _with_sets(names, sets) if sets else names
     check_measured("best_metric", best_metric, names)

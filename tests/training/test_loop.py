@@ -24,10 +24,11 @@ from haiku_template.errors import (
     ReplicaError,
 )
 from haiku_template.models import mlp, resnet
-from haiku_template.preflight.checks import check_parts
+from haiku_template.preflight.checks import check_evaluation, check_parts
 from haiku_template.runs import early_stop, train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification
+from haiku_template.training.tasks import as_task
 from tests.runs import with_data, with_step
 
 RNG = np.random.default_rng(0)
@@ -568,6 +569,17 @@ def test_a_metric_that_is_not_measured_is_named_before_step_0(tmp_path, asked):
     with pytest.raises(ConfigError, match=words) as caught:
         train(made(), num_steps=2, workdir=tmp_path, **asked)
     assert caught.value.exit_code == 64 and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name, warns", [("acuracy", True), ("accuracy", False)])
+def test_a_metric_that_may_be_derived_is_warned_of_before_step_0(caplog, name, warns):
+    def derive(averages, counts):
+        raise ValueError("a median of made-up numbers")
+
+    task = as_task(classification)._replace(derive=derive)
+    check_evaluation(made(task=task), f"eval/{name}")
+    words = "best_metric=eval/acuracy is none of eval/accuracy, eval/loss; nearest is"
+    assert (words in caplog.text) is warns
 
 
 def test_a_run_does_not_go_back(tmp_path):
