@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import config_path
 
 import jax_doctor
@@ -471,7 +471,7 @@ def _shipped(argv: list[str], file: Path) -> tuple[list[str], Path]:
 
 
 def _has_config() -> bool:
-    return isinstance(FLAGS["config"].value, config_dict.ConfigDict)
+    return isinstance(FLAGS["config"].value, ConfigDict)
 
 
 def _set_literals(file: Path, literals: Iterable[re.Match]) -> None:

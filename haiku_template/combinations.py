@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import config_dict
+from ml_collections import ConfigDict
 from ml_collections.config_flags import config_path
 
 from haiku_template import config
@@ -18,14 +18,11 @@ class Member(NamedTuple):
     """A combination of values."""
 
     workdir: Path
-    config: config_dict.ConfigDict
+    config: ConfigDict
 
 
 def combinations(
-    base: config_dict.ConfigDict,
-    folder: Path,
-    words: list[str],
-    only: str | None = None,
+    base: ConfigDict, folder: Path, words: list[str], only: str | None = None
 ) -> list[Member]:
     """Makes a config for each combination of `KEY=VALUE,VALUE`, the last key fastest.
 
@@ -60,8 +57,8 @@ def combinations(
 
 
 def _config(
-    base: config_dict.ConfigDict, name: str, values: dict[str, tuple[str, Any]]
-) -> config_dict.ConfigDict:
+    base: ConfigDict, name: str, values: dict[str, tuple[str, Any]]
+) -> ConfigDict:
     """Makes the config of one combination: texts and values by key."""
     own = copy.deepcopy(base)  # With its references, which follow what is set.
     for key, (text, value) in values.items():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ml_collections import config_dict
+from ml_collections import ConfigDict, config_dict
 
 from haiku_template.bounded import parse, read_json
 from haiku_template.errors import MEANT, ConfigError, near
@@ -88,9 +88,9 @@ EXPORTED = (
 )
 
 
-def default_config() -> config_dict.ConfigDict:
+def default_config() -> ConfigDict:
     """Makes the complete config with all default values; config files change some."""
-    config = config_dict.ConfigDict()
+    config = ConfigDict()
     config.seed = 0  # Initial parameters, order of the data, dropout.
     config.num_steps = 1000  # Optimizer updates in all.
     config.num_epochs = config_dict.placeholder(float)  # Of a command, in their place.
@@ -139,7 +139,7 @@ def default_config() -> config_dict.ConfigDict:
     return config
 
 
-def _add_saving(config: config_dict.ConfigDict) -> None:
+def _add_saving(config: ConfigDict) -> None:
     config.save_every = config_dict.placeholder(int)  # And once at the end.
     # And so many minutes after the last save began; 0: once the last is on disk.
     config.save_minutes = config_dict.placeholder(float)
@@ -152,9 +152,9 @@ def _add_saving(config: config_dict.ConfigDict) -> None:
     config.max_failed_saves = 3  # In a row, which end the run; fewer are warnings.
 
 
-def _default_finetuning() -> config_dict.ConfigDict:
+def _default_finetuning() -> ConfigDict:
     # Patterns are of parameters, `module/name`, as in a shell: "gpt/block_1?/*".
-    tuning = config_dict.ConfigDict()
+    tuning = ConfigDict()
     tuning.train = ()  # Patterns; all by default, or with lora none.
     tuning.fresh = ()  # Patterns, not in init_from: such as a new head.
     tuning.ignore = ()  # Patterns of what may be left over in init_from.
@@ -166,7 +166,7 @@ def _default_finetuning() -> config_dict.ConfigDict:
     tuning.multipliers = ()  # Of the learning rate: (pattern, factor) each.
     # A folder or file of exported adapters to start from; or None.
     tuning.adapters = config_dict.placeholder(str)
-    tuning.lora = config_dict.ConfigDict()
+    tuning.lora = ConfigDict()
     tuning.lora.rank = config_dict.placeholder(int)  # None: no adapters.
     tuning.lora.alpha = 16.0  # LoRA scale times rank.
     tuning.lora.dropout = 0.0  # Share of dropped rows of A.
@@ -176,8 +176,8 @@ def _default_finetuning() -> config_dict.ConfigDict:
     return tuning
 
 
-def _default_optimizer() -> config_dict.ConfigDict:
-    optimizer = config_dict.ConfigDict()
+def _default_optimizer() -> ConfigDict:
+    optimizer = ConfigDict()
     optimizer.name = "adamw"  # Or sgd, lion, adafactor, muon: most of optax's.
     optimizer.learning_rate = 1e-3  # The highest value of the schedule.
     optimizer.schedule = "cosine"  # After the warm-up; or linear, constant, wsd.
@@ -194,7 +194,7 @@ def _default_optimizer() -> config_dict.ConfigDict:
     return optimizer
 
 
-def to_dict(config: config_dict.ConfigDict) -> dict[str, Any]:
+def to_dict(config: ConfigDict) -> dict[str, Any]:
     """Converts a config to JSON types; `ConfigError` names a key that cannot be."""
     values = config.to_dict()
     try:
@@ -215,10 +215,10 @@ def _check_saveable(values: dict[str, Any]) -> None:
             ) from error
 
 
-def load(path: Path) -> config_dict.ConfigDict:
+def load(path: Path) -> ConfigDict:
     """Reads a saved config, or raises `ConfigError` if it is missing or damaged."""
     try:
-        return config_dict.ConfigDict(with_tuples(completed(read_json(path))))
+        return ConfigDict(with_tuples(completed(read_json(path))))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{path.parent} is not the workdir of a run: it has no {path.name}"
@@ -227,7 +227,7 @@ def load(path: Path) -> config_dict.ConfigDict:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def keys_of(section: config_dict.ConfigDict) -> dict[str, Any]:
+def keys_of(section: ConfigDict) -> dict[str, Any]:
     """Keys of a part of a config, with tuples for lists, as it is when it is read."""
     return with_tuples(section.to_dict())
 
@@ -239,7 +239,7 @@ def with_tuples(value: Any) -> Any:
     return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
-def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
+def of_run(workdir: Path, trust: Iterable[str] = ()) -> ConfigDict:
     """Reads and checks the config of a run, and where the code lies that it names.
 
     `trust` as in `trust.check_files`. Raises `ConfigError` without a config, or for
@@ -265,7 +265,7 @@ def of_run(workdir: Path, trust: Iterable[str] = ()) -> config_dict.ConfigDict:
     return saved
 
 
-def code_names(saved: config_dict.ConfigDict) -> dict[str, str]:
+def code_names(saved: ConfigDict) -> dict[str, str]:
     """Names of code that opening a run imports, by key; training imports more."""
     values = flatten(saved.to_dict())
     keys = [*(f"{key}.name" for key in (*NAMED, "optimizer")), "optimizer.schedule"]
@@ -292,7 +292,7 @@ def _merged(defaults: dict[str, Any], values: Any, name: str) -> dict[str, Any]:
     return {k: v for k, v in merged.items() if f"{name}.{k}" not in RETIRED}
 
 
-def check(config: config_dict.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Checks keys, types, ranges and names without JAX; raises `ConfigError`."""
     _check_text(config, "config")
     _check_keys(config, default_config(), "")
@@ -304,7 +304,7 @@ def check(config: config_dict.ConfigDict) -> None:
 
 def _check_text(value: Any, name: str) -> None:
     """Raises `ConfigError` for a key of a dictionary, at any depth, that is no text."""
-    is_dict = isinstance(value, config_dict.ConfigDict | dict)
+    is_dict = isinstance(value, ConfigDict | dict)
     try:
         "".join(value if is_dict else ())  # A config sorts its keys first.
     except TypeError as error:
@@ -328,9 +328,7 @@ def check_some(values: dict[str, Any]) -> None:
         _check_interval(values["profile"], values.get("num_steps", 2**31))
 
 
-def _check_keys(
-    config: config_dict.ConfigDict, expected: config_dict.ConfigDict, prefix: str
-) -> None:
+def _check_keys(config: ConfigDict, expected: ConfigDict, prefix: str) -> None:
     # The optimizer's own keys are free; those left out are defaults.
     free = prefix == "optimizer."
     for key in config:
@@ -341,13 +339,13 @@ def _check_keys(
         if key not in config:
             if not free and name != "early_stop.min_delta":  # It came later.
                 raise _no_key(name, "; start from default_config()")
-        elif not isinstance(default, config_dict.ConfigDict):
+        elif not isinstance(default, ConfigDict):
             value, kind = config[key], expected.get_type(key)
             is_kind = isinstance(value, (int, float) if kind is float else kind)
             fits = is_kind and isinstance(value, bool) == (kind is bool)
             if not fits and (value is not None or default is not None):
                 raise _wrong_type(name, value, kind, default)
-        elif not isinstance(config[key], config_dict.ConfigDict):
+        elif not isinstance(config[key], ConfigDict):
             raise ConfigError(f"config.{name} must have a name and its own keys")
         elif name not in NAMED:
             _check_keys(config[key], default, f"{name}.")

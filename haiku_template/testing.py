@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import config_dict
+from ml_collections import ConfigDict
 
 from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
@@ -45,14 +45,14 @@ def simulate_devices() -> None:
     _devices(NUM_DEVICES)
 
 
-def load_config(path: str | Path) -> config_dict.ConfigDict:
+def load_config(path: str | Path) -> ConfigDict:
     """Runs `get_config()` of a Python file, and checks the config."""
     config = runpy.run_path(str(path))["get_config"]()
     configs.check(config)
     return config
 
 
-def assert_builds(config: config_dict.ConfigDict) -> None:
+def assert_builds(config: ConfigDict) -> None:
     """Asserts that the parts of a run fit: reads its data and traces both its steps.
 
     Nothing is compiled, and no parameter is allocated. `ConfigError` says what does not
@@ -64,9 +64,7 @@ def assert_builds(config: config_dict.ConfigDict) -> None:
     check_evaluation(trainer, config.best_metric)
 
 
-def assert_loss_falls(
-    config: config_dict.ConfigDict, workdir: Path, num_steps: int = 20
-) -> None:
+def assert_loss_falls(config: ConfigDict, workdir: Path, num_steps: int = 20) -> None:
     """Asserts that the loss of one batch falls in `num_steps` steps on it."""
     _, rows = _train(config, workdir, num_steps, one_batch=True)
     first, *_, last = [row["train/loss"] for row in rows if "train/loss" in row]
@@ -78,7 +76,7 @@ def assert_loss_falls(
 
 
 def assert_devices_agree(
-    config: config_dict.ConfigDict,
+    config: ConfigDict,
     workdir: Path,
     num_steps: int = 5,
     tolerance: float = 1e-3,  # Why: docs/decisions/projects.md#tolerance
@@ -105,7 +103,7 @@ def assert_devices_agree(
 
 
 def assert_resumes_bitwise(
-    config: config_dict.ConfigDict, workdir: Path, num_steps: int = 6
+    config: ConfigDict, workdir: Path, num_steps: int = 6
 ) -> None:
     """Asserts that a run stopped half-way and resumed ends bitwise as without the stop.
 
@@ -134,7 +132,7 @@ def _devices(count: int) -> DeviceManager:
 
 
 def _train(
-    config: config_dict.ConfigDict,
+    config: ConfigDict,
     workdir: Path,
     num_steps: int,
     stop: int | None = None,

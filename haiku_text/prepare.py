@@ -15,13 +15,7 @@ from haiku_template.errors import ConfigError, StorageError, counted
 from haiku_text.data import documents
 from haiku_text.data.documents import TextFile, pieces
 from haiku_text.data.files import TokenWriter, check_same, write_new
-from haiku_text.data.tokenizer import (
-    BYTES,
-    FILE,
-    Tokenizer,
-    batches,
-    learn_tokenizer,
-)
+from haiku_text.data.tokenizer import BYTES, FILE, Tokenizer, batches, learn_tokenizer
 
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.

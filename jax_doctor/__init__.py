@@ -7,13 +7,7 @@ Child processes with a time limit ask JAX and the driver.
 from jax_doctor import card, libraries, packages, start, variables
 from jax_doctor.children import end_children
 from jax_doctor.machine import GPU_NAMES, Machine
-from jax_doctor.table import (
-    STEPS,
-    Facts,
-    Finding,
-    check_environment,
-    diagnose,
-)
+from jax_doctor.table import STEPS, Facts, Finding, check_environment, diagnose
 
 # Each of these adds its causes to the table.
 CAUSES = (variables, packages, libraries, card, start)

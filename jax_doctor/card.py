@@ -261,8 +261,7 @@ def _no_library(machine: Machine, facts: Facts) -> Signs:
 
 
 @cause(
-    "A24",
-    fix="unset LD_LIBRARY_PATH (or drop its compat folder), or update the driver",
+    "A24", fix="unset LD_LIBRARY_PATH (or drop its compat folder), or update the driver"
 )
 def _compat(machine: Machine, facts: Facts) -> Signs:
     """The cuda-compat package does not support every card."""

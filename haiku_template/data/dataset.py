@@ -14,12 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from haiku_template.data.trees import (
-    count_rows,
-    described,
-    leaves_by_path,
-    map_leaves,
-)
+from haiku_template.data.trees import count_rows, described, leaves_by_path, map_leaves
 from haiku_template.errors import ConfigError, counted
 
 PLAIN = {np.ndarray, np.memmap}  # Arrays with rows by number, none masked.

@@ -348,11 +348,8 @@ def _token() -> jax.Array:
 
 
 def over_devices(
-    fn: Callable[..., Any],
-    devices: "DeviceManager",
-    specs: Specs | None = None,
-    joined: bool = False,
-) -> Callable[..., Any]:
+    fn: Callable, devices: "DeviceManager", specs: Specs | None, joined: bool = False
+) -> Callable:
     """Maps a function over devices: the one switch between one and several of them.
 
     On one device it is called. On several it is `jax.pmap`ped over the first axis of

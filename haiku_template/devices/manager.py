@@ -98,9 +98,7 @@ class DeviceManager(NamedTuple):
         """Sharding of an array of which every device has a copy."""
         return sharding_on(self.everyone)
 
-    def init(
-        self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
-    ) -> Any:
+    def init(self, fn: Callable, *args: Any, layout: Layout | None = None) -> Any:
         """Runs `fn(*args)`; its results are born replicated, or as a layout has them.
 
         `fn` sees the mesh axis, as steps do: modules may average over it.
@@ -116,9 +114,7 @@ class DeviceManager(NamedTuple):
         with checks.leaks_named(program.__wrapped__, *args):
             return program.lower(*args)
 
-    def abstract(
-        self, fn: Callable[..., Any], *args: Any, layout: Layout | None = None
-    ) -> Any:
+    def abstract(self, fn: Callable, *args: Any, layout: Layout | None = None) -> Any:
         """Shapes, dtypes and shardings of `init(fn, *args)`, without running it."""
         transfer.check_numbers(args)
         layout = layout or Layout(self.everyone)

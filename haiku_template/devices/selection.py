@@ -146,8 +146,7 @@ def _configure(request: Request) -> None:
         _configure_accelerators(request)
     if request.simulate_devices:
         jax.config.update("jax_num_cpu_devices", request.simulate_devices)
-    of_memory = request.memory_fraction, request.preallocate, request.unified
-    if of_memory != (None, None, None):
+    if request[-3:] != (None, None, None):
         _configure_memory(request)
 
 

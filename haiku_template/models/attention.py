@@ -17,6 +17,7 @@ import numpy as np
 
 from haiku_template.errors import ConfigError
 
+Model = hk.TransformedWithState
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 # Limits of cuDNN's flash attention in jax.nn.dot_product_attention.
 LEAST_CAPABILITY = (8, 0)
@@ -53,9 +54,7 @@ ANY = Hardware("any", "")  # What XLA alone computes.
 _COMPILED_FOR = ContextVar[Sequence[jax.Device] | None]("compiled_for")
 
 
-def for_devices(
-    model: hk.TransformedWithState, devices: Sequence[jax.Device] | None
-) -> hk.TransformedWithState:
+def for_devices(model: Model, devices: Sequence[jax.Device] | None) -> Model:
     """Binds a model to the devices it is traced for; None for those of any platform."""
 
     @contextlib.contextmanager

@@ -14,6 +14,8 @@ from haiku_template.errors import ConfigError
 from haiku_template.params import flatten
 
 Values = dict[str, jax.Array]
+Averages = dict[str, float]
+Counts = dict[str, np.ndarray]
 WEIGHT = "example_weight"  # 0 or more; by default all examples weigh the same.
 MANY_CLASSES = 1000  # A matrix of 4 MB is no picture any more.
 
@@ -89,9 +91,7 @@ def own_loss(outputs: Any, mask: jax.Array, is_training: bool) -> Values:
     }
 
 
-def confusion(
-    logits: jax.Array, batch: dict[str, Any], mask: jax.Array
-) -> dict[str, jax.Array]:
+def confusion(logits: jax.Array, batch: dict[str, Any], mask: jax.Array) -> Values:
     """Confusion matrix where `mask` is True, none if K > 1,000: int32 [K, K].
 
     Rows are labels [B], columns predictions of logits [B, K].
@@ -104,9 +104,7 @@ def confusion(
     return {"confusion": jnp.zeros((size, size), jnp.int32).at[places].add(ones)}
 
 
-def macro_f1(
-    averages: dict[str, float], counts: dict[str, np.ndarray]
-) -> dict[str, float]:
+def macro_f1(averages: Averages, counts: Counts) -> Averages:
     """F1 of the confusion matrix, averaged over classes that occur or are predicted."""
     del averages
     if (matrix := counts.get("confusion")) is None:

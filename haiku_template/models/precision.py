@@ -56,9 +56,7 @@ class Precision(NamedTuple):
             return ()
         return (jnp.float32(INITIAL_LOSS_SCALE), jnp.int32(0))
 
-    def loss_scale(
-        self, leaves: tuple[jax.Array, ...]
-    ) -> jmp.DynamicLossScale | jmp.NoOpLossScale:
+    def loss_scale(self, leaves: tuple[jax.Array, ...]) -> jmp.LossScale:
         """Rebuilds the loss scale from its leaves."""
         return jmp.DynamicLossScale(*leaves) if leaves else jmp.NoOpLossScale()
 

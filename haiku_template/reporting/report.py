@@ -16,6 +16,7 @@ from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
 
 Metrics = dict[str, float]
 Writer = Callable[[int, Metrics], None]
+Maker = Callable[[Path, int], Writer]  # Of a workdir, and the first step.
 
 
 class Report:
@@ -59,10 +60,7 @@ class Report:
         self._stack.close()
 
     def begin(
-        self,
-        step: int,
-        profile: tuple[int, int] | None,
-        writers: Sequence[Callable[[Path, int], Writer]] = (),
+        self, step: int, profile: tuple[int, int] | None, writers: Sequence[Maker] = ()
     ) -> None:
         """Starts writing metrics and profiling at `step`."""
         if profile is not None:

@@ -136,11 +136,10 @@ def train(
             facts,
             keep_last=keep_last,
             keep_best=keep_best,
-            best_metric=best_metric,
-            best_mode=best_mode,
             max_failed_saves=max_failed_saves,
             save_minutes=save_minutes,
             mirror=mirror,
+            **ranks,
         )
         stack.enter_context(checkpoints)
         start, state = restored_or_first(trainer, checkpoints, num_steps, directory)

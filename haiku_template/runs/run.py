@@ -9,7 +9,7 @@ from typing import Any
 import haiku as hk
 import jax
 import numpy as np
-from ml_collections import config_dict
+from ml_collections import ConfigDict
 
 from haiku_template import compat
 from haiku_template.bounded import is_file
@@ -43,7 +43,7 @@ class Run:  # Why: docs/decisions/house.md#run
 
     workdir: Path  # Of the run, or a folder of exported adapters.
     # None for the run of a script.
-    config: config_dict.ConfigDict | None = dataclasses.field(repr=False)
+    config: ConfigDict | None = dataclasses.field(repr=False)
     devices: DeviceManager
     which: str  # `latest`, `best`, or a step.
     # Of a script's run: its experiment, or a function of the devices that makes it.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ml_collections import config_dict
+from ml_collections import ConfigDict
 from ml_collections.config_flags import config_path
 
 from haiku_template import compat, preflight
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(
-    config: config_dict.ConfigDict,
+    config: ConfigDict,
     devices: DeviceManager,
     workdir: str,
     *,
@@ -99,8 +99,8 @@ def run(
 
 
 def _with_source(
-    config: config_dict.ConfigDict, devices: DeviceManager, workdir: Path
-) -> tuple[config_dict.ConfigDict, bool]:
+    config: ConfigDict, devices: DeviceManager, workdir: Path
+) -> tuple[ConfigDict, bool]:
     """Config of a run, less an `init_from` that is lost; and whether it has begun."""
     begun = devices.processes.first(_begun(workdir, config.mirror) is not None)
     if not devices.processes.first(begun and is_lost(config.init_from)):
@@ -111,7 +111,7 @@ def _with_source(
 
 
 def trainer_of(
-    config: config_dict.ConfigDict, devices: DeviceManager, begun: bool = False
+    config: ConfigDict, devices: DeviceManager, begun: bool = False
 ) -> Trainer:
     """Makes a run's trainer; raises `ConfigError` for data that do not fit it."""
     experiment = Experiment.from_config(config, devices)
@@ -134,13 +134,13 @@ def is_copied(mirror: str | None) -> bool:
     return bool(mirror) and has_checkpoints(at_home(mirror))
 
 
-def loop_of(config: config_dict.ConfigDict) -> Callable[..., Any]:
+def loop_of(config: ConfigDict) -> Callable[..., Any]:
     """`train` of the module that `config.loop` names, by default the template's."""
     is_own = config.loop is not None
     return (users_module("loop", config.loop, "train") if is_own else loop).train
 
 
-def loop_options(config: config_dict.ConfigDict) -> dict[str, Any]:
+def loop_options(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments of the loop, in which hooks still wait for a trainer."""
     how = {key: config[key] for key in LOOP_KEYS}
     how["writers"] = config.writers and trackers.by_name(config.writers)
@@ -151,13 +151,13 @@ def loop_options(config: config_dict.ConfigDict) -> dict[str, Any]:
 
 
 def fitted(
-    config: config_dict.ConfigDict,
+    config: ConfigDict,
     devices: DeviceManager,
     workdir: Path,
     limit: int | None,
     fit: str,
     dry_run: bool = True,
-) -> config_dict.ConfigDict:
+) -> ConfigDict:
     """Config of the cheapest change with which the run fits, printed with all tried.
 
     With `fit` other than `apply` it is `config` itself, which must fit unless the run
@@ -196,9 +196,7 @@ def _taken(workdir: Path, mirror: str | None) -> dict[str, Any] | None:
     return {key: saved[key] for key in FIT_KEYS if key in saved}
 
 
-def _as_fitted(
-    config: config_dict.ConfigDict, taken: dict[str, Any]
-) -> config_dict.ConfigDict:
+def _as_fitted(config: ConfigDict, taken: dict[str, Any]) -> ConfigDict:
     """Config with what the run took, of which the command's other values are named."""
     own, usual = flatten(keys_of(config)), flatten(keys_of(default_config()))
     for key, value in taken.items():
@@ -221,7 +219,7 @@ def _go_back(
     devices.processes.first(None)  # All wait for it.
 
 
-def _warn_of_unsaved(config: config_dict.ConfigDict) -> None:
+def _warn_of_unsaved(config: ConfigDict) -> None:
     saves, evaluates = config.save_every, config.eval_every
     if evaluates is None:
         logger.warning(
@@ -248,14 +246,14 @@ def _explain(
 
 
 def _changed_trainer(
-    config: config_dict.ConfigDict, devices: DeviceManager, changes: dict[str, Any]
+    config: ConfigDict, devices: DeviceManager, changes: dict[str, Any]
 ) -> Trainer:
     changed = with_changes(config, changes)
     return Experiment.from_config(changed, devices).trainer(devices)
 
 
 def fit_targets(
-    config: config_dict.ConfigDict,
+    config: ConfigDict,
     targets: dict[str, DeviceManager],
     workdir: Path,
     limit: int | None,
@@ -269,9 +267,7 @@ def fit_targets(
             print(f"fit       {error}")
 
 
-def with_changes(
-    config: config_dict.ConfigDict, changes: dict[str, Any]
-) -> config_dict.ConfigDict:
+def with_changes(config: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
     """Copies a config, with other values of some keys, such as `model.remat`."""
     config = copy.deepcopy(config)  # With its references, which follow.
     for key, value in changes.items():
@@ -279,9 +275,7 @@ def with_changes(
     return config
 
 
-def in_steps(
-    config: config_dict.ConfigDict, devices: DeviceManager
-) -> config_dict.ConfigDict:
+def in_steps(config: ConfigDict, devices: DeviceManager) -> ConfigDict:
     """Sets `num_steps` so that the run passes `num_epochs` times through its data.
 
     Each example is in as many batches as there are whole epochs, or more: data that

@@ -37,6 +37,7 @@ from haiku_template.storage import manifest as manifests
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import dispensable
 
+Metrics = dict[str, float]
 logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are complete.
@@ -96,7 +97,7 @@ class Checkpoints:
         self._saving: int | None = None  # Step whose save may not be on disk.
         self.began = time.monotonic()  # The last save, or this run.
         # Step, state and metrics of the last save, until it is on disk.
-        self._last: tuple[int, Any, dict[str, float] | None] | None = None
+        self._last: tuple[int, Any, Metrics | None] | None = None
         self.timer = self.mirror = None  # `runs/save_timer.py`, `storage/mirror.py`.
         self._is_trusted = False  # Until a save was read back.
         self._failures = failures.FailedSaves(max_failed_saves)
@@ -111,7 +112,7 @@ class Checkpoints:
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._reader = self._writer = _checkpointer({jax.process_index()})
 
-    def best_first(self, metrics: dict[int, dict[str, float]]) -> list[int]:
+    def best_first(self, metrics: dict[int, Metrics]) -> list[int]:
         """Steps whose metric is a number, the best first and of equals the earlier."""
         key, sign = self._metric, self._sign
         ranks = [(sign * x.get(key, math.nan), step) for step, x in metrics.items()]
@@ -119,7 +120,7 @@ class Checkpoints:
         return [step for rank, step in sorted(x for x in ranks if math.isfinite(x[0]))]
 
     # Why: docs/decisions/storage.md#steps
-    def preserved(self, metrics: dict[int, dict[str, float]]) -> set[int]:
+    def preserved(self, metrics: dict[int, Metrics]) -> set[int]:
         """Steps that stay on disk, of those with these metrics: newest and best."""
         newest = sorted(metrics, reverse=True)[: self._keep_last]
         return {*newest, *self.best_first(metrics)[: self._keep_best]}
@@ -151,7 +152,7 @@ class Checkpoints:
         return workdirs.saved_steps(self.directory)
 
     @property
-    def metrics(self) -> dict[int, dict[str, float]]:
+    def metrics(self) -> dict[int, Metrics]:
         """Metrics of each step on disk; {} for one that was not evaluated."""
         return {step: metrics_of(self.directory / str(step)) for step in self.steps}
 
@@ -181,15 +182,13 @@ class Checkpoints:
         """Number of saves that failed in a row."""
         return self._failures.count
 
-    def warn_of_no_rank(self, metrics: dict[str, float]) -> None:
+    def warn_of_no_rank(self, metrics: Metrics) -> None:
         """Warns, once, of a step that has no rank: `best_metric` was not measured."""
         if self._metric not in metrics:
             fault = f"an evaluation has no best_metric={self._metric}, and its step"
             _warn_once(f"{fault} counts as none of the best; it has {some(metrics)}")
 
-    def save(
-        self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
-    ) -> bool:
+    def save(self, step: int, state: dict[str, Any], metrics: Metrics | None) -> bool:
         """Starts to save `state`; with metrics it may be kept as one of the best.
 
         Every process calls it. The first save waits until it is on disk, and is read
@@ -212,7 +211,7 @@ class Checkpoints:
                 self._finish()  # Orbax has views of them, and the next step donates.
         return self._failures.error is None
 
-    def add_metrics(self, step: int, metrics: dict[str, float] | None) -> None:
+    def add_metrics(self, step: int, metrics: Metrics | None) -> None:
         """Adds the metrics of a step that was saved before it was evaluated."""
         file = self.directory / str(step) / METRICS / METRICS
         if metrics and self._is_first and self._is_ours():
@@ -282,9 +281,7 @@ class Checkpoints:
         ids = {"run": self._run, "step": step, manifests.MANIFEST: True}
         self._writer.save(self.directory / str(step), items, custom_metadata=ids)
 
-    def _begin(
-        self, step: int, state: dict[str, Any], metrics: dict[str, float] | None
-    ) -> None:
+    def _begin(self, step: int, state: dict[str, Any], metrics: Metrics | None) -> None:
         """Starts a save, unless there is one; reads back the first."""
         with failures.faults(f"{self.directory} cannot be listed"):
             if not self._is_ours():
@@ -625,6 +622,7 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     return step
 
 
+@functools.cache  # Once.
 def _add_checksums() -> None:  # Why: docs/decisions/patches.md#crc32c
     """Lets Orbax write a CRC-32C of each chunk, which every reader compares."""
     try:
@@ -633,8 +631,6 @@ def _add_checksums() -> None:  # Why: docs/decisions/patches.md#crc32c
         build = tensorstore_utils._build_zarr3_metadata
     except (ImportError, AttributeError):
         return  # An Orbax without the name: the digests remain.
-    if hasattr(build, "__wrapped__"):
-        return
 
     @functools.wraps(build)
     def with_checksum(*args: Any, **options: Any) -> dict[str, Any]:
@@ -768,7 +764,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder.rename(away))
 
 
-def metrics_of(folder: Path) -> dict[str, float]:
+def metrics_of(folder: Path) -> Metrics:
     """Reads the metrics of a checkpoint; {} if there are none, or damaged ones."""
     file = folder / METRICS / METRICS
     try:
@@ -787,7 +783,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
         return {}
 
 
-def _checked(metrics: dict[str, float]) -> dict[str, float]:
+def _checked(metrics: Metrics) -> Metrics:
     """Adds a checksum to the metrics to save, if there are any."""
     text = json.dumps(metrics, sort_keys=True).encode()
     return metrics | ({CHECKSUM: zlib.crc32(text)} if metrics else {})

@@ -24,12 +24,11 @@ MANIFEST = "manifest"  # Folder in a checkpoint, and the file in it.
 MOST_BYTES = 2**28
 FIELDS = {"run", "step", "leaves"}  # Of earlier versions.
 Ids = tuple[str | None, int]  # Run and step of a save.
+Facts = Callable[[int], dict[str, Any]]  # Of a step.
 SEALED = FIELDS | {"facts", "files", "digest"}
 
 
-def of(
-    state: Any, run: str | None, step: int, facts: Callable[[int], dict[str, Any]]
-) -> dict[str, Any]:
+def of(state: Any, run: str | None, step: int, facts: Facts) -> dict[str, Any]:
     """Manifest of a state on the host, which `Handler` completes as it saves.
 
     Of leaves that span processes it has this one's shares; the first has all others.

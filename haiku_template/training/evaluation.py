@@ -3,7 +3,6 @@
 Shapes: B examples in one device's share of a batch.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,10 +21,20 @@ from haiku_template.models.forms import PerExample, inputs_of
 from haiku_template.params import path_of
 from haiku_template.training.feed import Prefetcher
 from haiku_template.training.state import Recipe, Variables, split_seed
-from haiku_template.training.tasks import example_values, weighted_sum
+from haiku_template.training.tasks import (
+    Averages,
+    Derive,
+    example_values,
+    weighted_sum,
+)
+
+Alone = Callable[[], Any]  # Context to read a set in.
+Placed = tuple[Any, Any]  # A batch, and the places of its rows in the set: int32 [B].
+Sums = dict[str, Any]
+EvalStep = Callable[..., Sums]
 
 
-def pad(batch: Any, size: int, first: int = 0) -> tuple[Any, np.ndarray]:
+def pad(batch: Any, size: int, first: int = 0) -> Placed:
     """Pads a batch with zeros to `size` rows, if it has fewer.
 
     Beside it, as its names are the user's, are the places of its rows in the set, whose
@@ -44,12 +53,8 @@ def num_rows(batch: Any) -> int:
 
 
 def add_up(
-    devices: DeviceManager,
-    eval_step: Callable[[Any], dict[str, Any]],
-    dataset: Any,
-    size: int,
-    alone: Callable[[], Any] = contextlib.nullcontext,
-) -> dict[str, Any]:
+    devices: DeviceManager, eval_step: EvalStep, dataset: Any, size: int, alone: Alone
+) -> Sums:
     """Sums `eval_step` over an evaluation set in float64, within a batch in float32."""
     padded, sums = _padded(dataset, size, alone), None
     cut = own_rows(devices.processes)
@@ -61,7 +66,7 @@ def add_up(
     return sums
 
 
-def _padded(dataset: Any, size: int, alone: Any) -> Iterator[tuple[Any, np.ndarray]]:
+def _padded(dataset: Any, size: int, alone: Alone) -> Iterator[Placed]:
     first = 0
     with ahead(dataset, 0, dataset.num_batches):
         for index in range(dataset.num_batches):
@@ -72,11 +77,7 @@ def _padded(dataset: Any, size: int, alone: Any) -> Iterator[tuple[Any, np.ndarr
             first += rows
 
 
-def placed_inputs(
-    dataset: Any,
-    whole_batch: bool = False,
-    alone: Callable[[], Any] = contextlib.nullcontext,
-) -> Iterator[tuple[Any, np.ndarray]]:
+def placed_inputs(dataset: Any, whole_batch: bool, alone: Alone) -> Iterator[Placed]:
     """Yields what the model takes of each batch, and its rows' places: int32 [B].
 
     `whole_batch` is a task's, `alone` a context to read in; `ConfigError` if empty.
@@ -135,11 +136,7 @@ def numbers_text(of_batch: Sequence[str]) -> str:
     return f"one number ({some(names)})"
 
 
-def summarize(
-    sums: dict[str, Any],
-    derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]],
-    prefix: str = "eval/",
-) -> dict[str, float]:
+def summarize(sums: Sums, derive: Derive, prefix: str = "eval/") -> Averages:
     """Metrics of the sums of `add_up`, derived ones too; NaN where nothing counts."""
     weight = float(sums["weight"])
     averages = {
@@ -150,9 +147,7 @@ def summarize(
     return {prefix + name: value for name, value in averages.items()}
 
 
-def make_eval_step(
-    recipe: Recipe, forward: Callable[..., Any]
-) -> Callable[..., dict[str, Any]]:
+def make_eval_step(recipe: Recipe, forward: Callable[..., Any]) -> EvalStep:
     """Makes `eval_step(variables, frozen, (batch, places))`: a batch's sums.
 
     `variables` are (params, net_state, step), `places` is from `pad`. The seed and the
@@ -162,9 +157,7 @@ def make_eval_step(
     `weight`, these weights; `counts`, the task's.
     """
 
-    def eval_step(
-        variables: Variables, frozen: hk.Params, padded: tuple[Any, jax.Array]
-    ) -> dict[str, Any]:
+    def eval_step(variables: Variables, frozen: hk.Params, padded: Placed) -> Sums:
         batch, places = padded
         rngs = evaluation_rng(recipe, places), None
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
@@ -181,17 +174,13 @@ def make_eval_step(
     return eval_step
 
 
-def make_predict_step(
-    recipe: Recipe, forward: Callable[..., Any]
-) -> Callable[..., Any]:
+def make_predict_step(recipe: Recipe, forward: Callable[..., Any]) -> Callable:
     """Makes `predict_step(variables, frozen, (inputs, places))`: outputs [B, ...].
 
     Arguments and randomness are as in evaluation.
     """
 
-    def predict_step(
-        variables: Variables, frozen: hk.Params, inputs: tuple[Any, jax.Array]
-    ) -> Any:
+    def predict_step(variables: Variables, frozen: hk.Params, inputs: Placed) -> Any:
         batch, rngs = {"inputs": inputs[0]}, (evaluation_rng(recipe, inputs[1]), None)
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
         return plain_outputs(facts["outputs"])

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import optax
-from ml_collections import config_dict
+from ml_collections import ConfigDict
 
 from haiku_template import compat
 from haiku_template import finetuning as tuning
@@ -129,9 +129,7 @@ class Experiment:
             _check_classes(self.data.class_names, self.data.num_outputs)
 
     @classmethod
-    def from_config(
-        cls, config: config_dict.ConfigDict, devices: DeviceManager
-    ) -> "Experiment":
+    def from_config(cls, config: ConfigDict, devices: DeviceManager) -> "Experiment":
         """Makes the experiment that a config describes; nothing is compiled.
 
         Raises `ConfigError` for unknown names and keys, and values that do not fit.
@@ -292,7 +290,7 @@ def _check_evaluations(data: Data) -> None:
         )
 
 
-def make_task(config: config_dict.ConfigDict) -> Task:
+def make_task(config: ConfigDict) -> Task:
     """Makes `config.task`, its other keys bound as keyword arguments."""
     values = keys_of(config.task)
     name = values.pop("name")
@@ -303,7 +301,7 @@ def make_task(config: config_dict.ConfigDict) -> Task:
     return task._replace(values=bound)
 
 
-def make_data(config: config_dict.ConfigDict, *process: int) -> Data:
+def make_data(config: ConfigDict, *process: int) -> Data:
     """Makes `config.data`, or raises `ConfigError` if its files cannot be read."""
     spec = BatchSpec(config.batch_size, config.seed, make_task(config).labels, *process)
     values = keys_of(config.data)
@@ -327,7 +325,7 @@ def _in_workers(values: dict[str, Any], spec: BatchSpec) -> Data:
 
 
 def make_model(
-    config: config_dict.ConfigDict, num_outputs: int, axis_name: str | None = None
+    config: ConfigDict, num_outputs: int, axis_name: str | None = None
 ) -> Model:
     """Makes `config.model`; `num_outputs` is the data's, or a checkpoint's."""
     keys = model_keys(config)
@@ -342,7 +340,7 @@ def family_of(model: str) -> Family | None:
     return getattr(resolve("model", model, MODELS), "family", None)
 
 
-def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
+def model_keys(config: ConfigDict) -> dict[str, Any]:
     """Keys of `config.model`, sizes taken from the pretrained model if there is one."""
     keys, init_from = own_keys(keys_of(config.model)), config.init_from
     if init_from is None:
@@ -350,7 +348,7 @@ def model_keys(config: config_dict.ConfigDict) -> dict[str, Any]:
     return tuning.with_sizes(keys, init_from, family_of(config.model.name))
 
 
-def check_code(config: config_dict.ConfigDict, trust: Sequence[str] = ()) -> None:
+def check_code(config: ConfigDict, trust: Sequence[str] = ()) -> None:
     """Imports the functions that a run's config names, and checks who wrote them.
 
     Of a config that `config.of_run` read. Raises `ConfigError` as `check_definition`.

@@ -24,7 +24,6 @@ from haiku_template.training.state import TrainState
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
 
-
 DEPTH = 2  # Batches that wait for the loop.
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
 BUSY_SECONDS = 10.0  # Of waiting for a thread in the data set, which may hang there.
@@ -34,6 +33,8 @@ CHEAP = 4e-4
 TRIAL, SLOW = 8, 10.0
 # Batches that travel at once with one step a call, and their bytes, at most.
 STACK, STACK_BYTES = 50, 2**22  # Why: docs/decisions/training.md#stacks
+Ends = Callable[[int], bool]  # Of a step: if a call ends with it.
+Call = tuple[range, Any]  # Its steps, counted from 1, and arrays.
 
 
 class StagedBatch(NamedTuple):  # Why: docs/decisions/house.md#staged-batch
@@ -146,9 +147,7 @@ class Feed:
             yield self._devices.ledger.waits(batches)
 
     @contextlib.contextmanager
-    def calls(
-        self, start: int, stop: int, ends: Callable[[int], bool]
-    ) -> Iterator[Iterator[tuple[range, Any]]]:
+    def calls(self, start: int, stop: int, ends: Ends) -> Iterator[Iterator[Call]]:
         """Prefetches what each call takes: its steps, counted from 1, and arrays.
 
         A call ends with the last step of a stack of batches, and with each step for
@@ -269,9 +268,7 @@ class Feed:
 
         return make
 
-    def gathering(
-        self, gradients: Callable[..., Any], of_calls: bool = False
-    ) -> Callable[..., Any]:
+    def gathering(self, gradients: Callable, of_calls: bool = False) -> Callable:
         """Makes gradients of what `batches` gives, or `calls`: a stack of batches."""
         stacked = of_calls and self.stack > 1
         if self.staged is None and not stacked:
@@ -291,9 +288,7 @@ def _at(place: jax.Array, stack: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, place, 1, keepdims=False)
 
 
-def _cut(
-    start: int, stop: int, ends: Callable[[int], bool], errors: Any, cuts: Any
-) -> Iterator[range]:
+def _cut(start: int, stop: int, ends: Ends, errors: Any, cuts: Any) -> Iterator[range]:
     """Cuts `start` to `stop - 1` into calls, of steps from 1, none with an error."""
     first = start + 1
     for step in range(start, stop):

@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 AVERAGE = {"average", "hidden", "counter"}
 NO_TUNING = tuning.Finetuning()
 FIELDS = ("params", "net_state", "opt_state", "ema_params")  # Of a custom init.
+Paths = tuple[str, ...]
 # A function to first fields, their shapes, and paths of those that need the batch.
-Traced = tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]
+Traced = tuple[Callable[..., Any], dict[str, Any], Paths]
 
 
 class Initializer:
@@ -289,9 +290,7 @@ def _check_no_rows(paths: list[str], size: int, of_batch: Callable[[], Any]) -> 
         )
 
 
-def dependents(
-    fn: Callable[[Any], Any], inputs: Any, axis_name: str | None
-) -> tuple[Any, tuple[str, ...]]:
+def dependents(fn: Callable, inputs: Any, axis_name: str | None) -> tuple[Any, Paths]:
     """Traces `fn(inputs)`: shapes of its results, and paths of those that need inputs.
 
     These may be too many, as all results of `hk.cond` are among them.

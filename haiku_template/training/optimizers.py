@@ -20,7 +20,9 @@ from haiku_template.registry import resolve
 logger = logging.getLogger(__name__)
 
 Schedule = Callable[[Any], Any]
+Optimizer = optax.GradientTransformation
 NOT_DECAYED = ("b", "offset", "scale")  # Why: docs/decisions/training.md#weight-decay
+OF_SCHEDULE = ("learning_rate", "warmup_steps", "final_fraction")
 # Keys of `config.optimizer` beside an optimizer's own.
 KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 KEYS += ("shard_moments",)
@@ -93,7 +95,7 @@ def make_optimizer(
     clip_norm: float | None = None,
     shard_moments: bool = False,
     **kwargs: Any,
-) -> optax.GradientTransformation:
+) -> Optimizer:
     """Builds an optimizer by name, with gradient clipping and decoupled weight decay.
 
     Args:
@@ -223,26 +225,19 @@ def _averages_of(states: list[Any], params: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), averages.values())
 
 
-def make_optimization(
-    num_steps: int, **keys: Any
-) -> tuple[optax.GradientTransformation, Schedule]:
+def make_optimization(num_steps: int, **keys: Any) -> tuple[Optimizer, Schedule]:
     """Makes the optimizer and the schedule of `config.optimizer`, whose keys these are.
 
     Arguments and errors are those of `make_schedule` and `make_optimizer`.
     """
-    name, warmup_steps = keys.pop("schedule"), keys.pop("warmup_steps")
+    name, warmup_steps = keys.pop("schedule"), keys["warmup_steps"]
     if keys["name"] in DIVIDE_BY_RATE and name in SCHEDULES and warmup_steps:
         raise ConfigError(
             f"config.optimizer.warmup_steps={warmup_steps} begins with a learning rate "
             f"of 0, by which {keys['name']} divides; possible is 0"
         )
-    schedule = make_schedule(
-        name,
-        learning_rate=keys.pop("learning_rate"),
-        num_steps=num_steps,
-        warmup_steps=warmup_steps,
-        final_fraction=keys.pop("final_fraction"),
-    )
+    values = {key: keys.pop(key) for key in OF_SCHEDULE}
+    schedule = make_schedule(name, num_steps=num_steps, **values)
     return make_optimizer(schedule=schedule, **keys), schedule
 
 

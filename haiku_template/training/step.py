@@ -37,6 +37,7 @@ Batch = Any  # A tree of arrays.
 Scalars = dict[str, jax.Array]
 # Gradients, and net_state, scalars and a device's mean weight.
 Graded = tuple[hk.Params, tuple[hk.State, Scalars, jax.Array | None]]
+Results = tuple[hk.Params, Scalars, hk.State]  # Of all devices, by `gradients`.
 Gradients = Callable[[TrainState, hk.Params, Batch], Any]
 Update = Callable[[TrainState, Any], tuple[TrainState, Scalars]]
 
@@ -89,16 +90,13 @@ def make_gradients(recipe: Recipe) -> Gradients:
     Returns gradients and scalars, averaged over the devices, and the new net_state.
     """
 
-    def gradients(
-        state: TrainState, frozen: hk.Params, batch: Batch
-    ) -> tuple[hk.Params, Scalars, hk.State]:
-        scale = recipe.precision.loss_scale(state.loss_scale)
+    def gradients(state: TrainState, frozen: hk.Params, batch: Batch) -> Results:
         rng = step_rng(recipe, state.step)
         graded = share_gradients(recipe, state, frozen, rng, batch)
         grads, (net_state, scalars, _) = graded
-        means = scale.unscale(grads), scalars
+        grads = recipe.precision.loss_scale(state.loss_scale).unscale(grads)
         dtype = recipe.precision.reduce_dtype
-        grads, scalars = mean_over(recipe.axis_name, means, dtype)
+        grads, scalars = mean_over(recipe.axis_name, (grads, scalars), dtype)
         norm = norm_over(recipe.axis_name, grads)
         return grads, scalars | {"grad_norm": norm}, net_state
 
@@ -144,9 +142,7 @@ def make_update(recipe: Recipe) -> Update:
     and scalars. Why: docs/decisions/training.md#gradients-and-update
     """
 
-    def update(
-        state: TrainState, results: tuple[hk.Params, Scalars, hk.State]
-    ) -> tuple[TrainState, Scalars]:
+    def update(state: TrainState, results: Results) -> tuple[TrainState, Scalars]:
         grads, scalars, net_state = results
         change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
         try:

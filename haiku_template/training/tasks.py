@@ -19,9 +19,10 @@ import numpy as np
 
 from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
-from haiku_template.models.losses import WEIGHT, confusion, macro_f1
+from haiku_template.models.losses import WEIGHT, Averages, Counts, confusion, macro_f1
 
 Values = dict[str, jax.Array]
+Derive = Callable[[Averages, Counts], Averages]
 LABELS = ("classes", "numbers", "tokens", "any")
 # What the function of a task gets by name.
 FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
@@ -60,9 +61,7 @@ class Task(NamedTuple):
     values: Callable[..., Values]
     labels: str = "any"  # Kind that data must give, of `LABELS`.
     count: Callable[[Any, Any, jax.Array], Values] = lambda outputs, batch, mask: {}
-    derive: Callable[[dict[str, float], dict[str, np.ndarray]], dict[str, float]] = (
-        lambda averages, counts: {}
-    )
+    derive: Derive = lambda averages, counts: {}
     whole_batch: bool = False  # The model has the loss: see `inputs_of`.
 
     @property
@@ -169,7 +168,7 @@ def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
     return averages, weights
 
 
-def numbers_of(derived: dict[str, Any]) -> dict[str, float]:
+def numbers_of(derived: dict[str, Any]) -> Averages:
     """Converts what a task derives; `ConfigError` for other than numbers by name."""
     try:
         return {name: float(value) for name, value in derived.items()}

@@ -34,11 +34,11 @@ from haiku_template.training import evaluation as evaluations
 from haiku_template.training import tasks
 from haiku_template.training.custom import make_custom_step
 from haiku_template.training.evaluation import add_up, make_eval_step, placed_inputs
-from haiku_template.training.feed import Batches, Feed, StagedBatch
+from haiku_template.training.feed import Batches, Ends, Feed, StagedBatch
 from haiku_template.training.initial import Initializer
 from haiku_template.training.skipping import skipping
 from haiku_template.training.state import Recipe, TrainState
-from haiku_template.training.tasks import Task, as_task, facts_of
+from haiku_template.training.tasks import Averages, Counts, Task, as_task, facts_of
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -236,9 +236,7 @@ class Trainer:
         new, scalars = self._step(*state.arguments(), *last)
         return new._replace(frozen=state.frozen), scalars
 
-    def calls(
-        self, start: int, stop: int, ends: Callable[[int], bool]
-    ) -> AbstractContextManager:
+    def calls(self, start: int, stop: int, ends: Ends) -> AbstractContextManager:
         """Prefetches (steps, arrays) of each call; `ends` as in `Feed.calls`."""
         return self.feed.calls(start, stop, ends)
 
@@ -265,7 +263,7 @@ class Trainer:
 
     def measure(
         self, state: TrainState, dataset: Any = None
-    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    ) -> tuple[Averages, Counts]:
         """Evaluates as `evaluate`; returns the metrics, and the first set's counts.
 
         Metrics of further sets in which no example counts are NaN; `ConfigError` for
@@ -292,9 +290,7 @@ class Trainer:
             counts.append(sums["counts"])
         return metrics, counts[0]
 
-    def derived(
-        self, averages: dict[str, float], counts: Any = None
-    ) -> dict[str, float]:
+    def derived(self, averages: Averages, counts: Any = None) -> Averages:
         """Derives metrics on the host, by a task that may compute with JAX."""
         with self.devices.implicit_transfers(), contextlib.suppress(tasks.OfEvaluation):
             counts = tasks.NoCounts() if counts is None else counts
