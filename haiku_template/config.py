@@ -388,7 +388,6 @@ def interval(text: str, num_steps: int) -> tuple[int, int]:
 
 
 def _check_interval(interval: Any, num_steps: int) -> None:
-    """Raises `ConfigError` unless a pair of steps is an interval of the run."""
     with contextlib.suppress(TypeError, ValueError):
         start, stop = interval
         if 0 <= start < stop <= num_steps:

@@ -122,7 +122,6 @@ def _memory_limit() -> int | None:
 
 
 def _several_targets(names: list[str]) -> None:
-    """Prints the memory for each of the GPUs that --target names."""
     targets = {name: cli.target_devices(name) for name in names}
     from haiku_template.preflight import print_targets, settle
     from haiku_template.runs import start

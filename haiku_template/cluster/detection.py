@@ -122,7 +122,6 @@ def _torch(environ: Mapping[str, str], flags: Collection[str]) -> Started | None
 
 
 def _open_mpi(environ: Mapping[str, str], flags: Collection[str]) -> Started | None:
-    """Reads a process of `mpirun`."""
     count = int(environ.get("OMPI_COMM_WORLD_SIZE", 1))
     if count == 1:
         return None

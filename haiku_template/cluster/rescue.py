@@ -102,7 +102,6 @@ class Rescue:
                 self._tell(everyone[::-1], "enter", least)
 
     def _lead(self, reason: str, code: int | None) -> None:
-        """Leads a rescue, in process 0."""
         everyone = (None, *self._heartbeat.peers)
         with self._entry:  # What all may enter all have heard of before this.
             self._is_shut = True

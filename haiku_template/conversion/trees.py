@@ -76,17 +76,14 @@ def _items(node: Any) -> dict[str, Any]:
     """Children of a container by key, and none of a leaf."""
     if isinstance(node, list | tuple):
         return {str(i): x for i, x in enumerate(node)}
-    if not isinstance(node, dict) or _is_optimizer_state(node):
+    # Moments of Optax, whose states are objects, have the form of parameters.
+    is_state = isinstance(node, Object) and node.of.startswith("optax.")
+    if not isinstance(node, dict) or is_state:
         return {}
     items = {str(k): x for k, x in node.items()}
     if len(items) < len(node):
         raise ConfigError(f"two of its keys have one name, among {some(items)}")
     return items
-
-
-def _is_optimizer_state(node: Any) -> bool:
-    """Tests for a state of Optax, whose moments have the form of parameters."""
-    return isinstance(node, Object) and node.of.startswith("optax.")
 
 
 def _at(node: Any, path: Path) -> Any:
@@ -123,7 +120,6 @@ def _is_state(params: dict, state: dict, others: list[Any]) -> bool:
 
 
 def _forms(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of leaves."""
     return {(name, x.values.shape) for name, x in _leaves(tree)}
 
 

@@ -191,7 +191,6 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _fault(leaves: dict[str, Any], where: str) -> ConfigError:
-    """Says why leaves are no arrays of N examples each."""
     kinds = [(x, type(leaf).__name__) for x, leaf in leaves.items()]
     kinds = [(x, kind) for x, kind in kinds if not _is_array(leaves[x])]
     if kinds or not _has_inputs(leaves):

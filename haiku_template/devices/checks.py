@@ -90,7 +90,6 @@ def audit(
 def _verdicts(
     devices: "DeviceManager", tree: Any, layout: Layout | None
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yields path, leaf and verdict of each leaf."""
     everyone, leaves = devices.everyone, leaves_by_path(tree).items()
     shardings = jax.tree.leaves((layout or Layout(everyone)).of(tree))
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):

@@ -384,11 +384,8 @@ def _pmapped(fn: Callable[..., Any], mesh_devices: Any, joined: bool) -> Any:
 
 
 def _shard_mapped(
-    fn: Callable[..., Any],
-    mesh_devices: Sequence[jax.Device],
-    joined: bool,
-    specs: Specs,
-) -> Callable[..., Any]:
+    fn: Callable, mesh_devices: Sequence[jax.Device], joined: bool, specs: Specs
+) -> Callable:
     sharded = PartitionSpec(AXIS_NAME)
     fn = on_shares(fn, specs.arguments)
 

@@ -278,7 +278,6 @@ class DeviceManager(NamedTuple):
 
 
 def _check_one(num_devices: int) -> None:
-    """Raises `DeviceError` for more devices than one under JAX_DISABLE_JIT."""
     if num_devices > 1:
         raise DeviceError(
             "JAX_DISABLE_JIT has each operation run alone, and arrays are placed on "

@@ -122,7 +122,6 @@ def options() -> dict[str, str]:
 
 
 def _check_alike(counts: dict[int, int]) -> None:
-    """Raises `DeviceError` unless each process has as many devices."""
     sizes = [counts.get(i, 0) for i in range(jax.process_count())]
     if len(set(sizes)) > 1:
         clauses = [f"{size} in process {i}" for i, size in enumerate(sizes)]

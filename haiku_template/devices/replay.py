@@ -36,12 +36,12 @@ Results = tuple[Any, Any]  # The new state and `Scalars` of a call.
 
 SHARE = "share"  # Mesh axis of the shares, whose own axis has one device.
 CHECKSUMS = "--xla_gpu_experimental_enable_checksum_tracing_on_thunks"
+HINT = f"; XLA_FLAGS='{CHECKSUMS} --xla_dump_to=FOLDER' logs, on GPUs, sums of what "
+HINT += "each kernel reads and writes"
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
 
 
-def replaying(
-    trainer: Any, is_chosen: Callable[[int], bool], budget: Any = None
-) -> Any:
+def replaying(trainer: Any, is_chosen: Callable[[int], bool], budget: Any) -> Any:
     """Makes the `Trainer` whose `advance` makes chosen steps, counted from 1, twice.
 
     Raises `ConfigError` if a second state does not fit into the run's memory `budget`.
@@ -187,11 +187,12 @@ class Replay:
         ]
         subject = some(differing) or "gradients of a share"
         agreed = self._agreed or "none of this start"
+        hint = HINT if xla_flags.known(CHECKSUMS) else ""
         return ReplayError(
             f"step {step} was made twice from one state and batch, and gave other bits "
             f"in {subject}: {next(filter(None, verdicts))}; nothing was saved since "
             f"the last checkpoint. The last step whose runs agreed: {agreed}; what was "
-            f"saved after it may be wrong, too{_kernels()}"
+            f"saved after it may be wrong, too{hint}"
         )
 
     def _names(self) -> list[str]:
@@ -202,13 +203,6 @@ class Replay:
         places = (divmod(i, len(everyone) // count) for i in range(len(everyone)))
         kind = everyone[0].platform
         return [f"{kind}:{index} in process {process}" for process, index in places]
-
-
-def _kernels() -> str:
-    """Names XLA's option that logs what each kernel does, where XLA has it."""
-    known = xla_flags.known(CHECKSUMS)
-    sentence = f"; XLA_FLAGS='{CHECKSUMS} --xla_dump_to=FOLDER' logs, on GPUs, sums of "
-    return (sentence + "what each kernel reads and writes") * bool(known)
 
 
 Observation = tuple[int, int, bytes]  # Device's number, round, digest.
@@ -271,7 +265,6 @@ def _verdict(groups: list[list[Observation]], names: list[str], rounds: int) -> 
 
 
 def _undecided(groups: list[list[Observation]], names: list[str]) -> str:
-    """Describes digests without a majority."""
     by_device: dict[tuple[int, int], set[bytes]] = {}
     for i, group in enumerate(groups):
         for device, _, digest in group:

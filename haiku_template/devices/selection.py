@@ -139,7 +139,6 @@ def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
 
 
 def _configure(request: Request) -> None:
-    """Configures JAX before its backend starts: platforms, devices, GPU memory."""
     if request.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     else:

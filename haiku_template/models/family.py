@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from haiku_template.errors import ConfigError
 
@@ -29,9 +29,7 @@ class Family(Protocol):  # Why: docs/decisions/house.md#family
     flops_per_token: Callable[..., float] | None
 
 
-def check_vocabulary(
-    model: Callable[..., Any], vocab_size: int, argument: int | None
-) -> None:
+def check_vocabulary(model: Callable, vocab_size: int, argument: int | None) -> None:
     """Asserts that an encoder has an embedding for each token of the data.
 
     `argument` is its `vocab_size`, None for the default. A language model gets its

@@ -84,9 +84,7 @@ def check_norms(trainer: Trainer) -> None:
         )
 
 
-def _norms_alone(
-    devices: DeviceManager, function: Callable[..., Any], *args: Any
-) -> list[str]:
+def _norms_alone(devices: DeviceManager, function: Callable, *args: Any) -> list[str]:
     """Names norms that are called to train, and without the axis of the devices."""
     alone: list[str] = []
 

@@ -128,7 +128,10 @@ def print_predictions(run: Run, examples: Any = None) -> None:
         for batch in _batches(run, examples):
             if "class" in batch and is_softmax:
                 (logits,) = jax.tree.leaves(batch.pop("outputs"))
-                batch["probability"] = _probability(logits)
+                # Of the class of the highest logits [B, K]: float64 [B].
+                scores = logits.astype(np.float64)
+                shares = np.exp(scores - scores.max(axis=1, keepdims=True))
+                batch["probability"] = (1 / shares.sum(axis=1)).round(4)
             if "class" in batch and "labels" in batch and names:
                 labels = batch["labels"].tolist()  # Perhaps of no class.
                 batch["labels"] = np.array([names.get(x, x) for x in labels])
@@ -143,13 +146,6 @@ def _check_printable(batch: dict[str, Any]) -> None:
             f"an example has {size:,} outputs, which no terminal has room for; "
             "--output=FILE.npz writes arrays, and --output=FILE.jsonl a line for each"
         )
-
-
-def _probability(logits: np.ndarray) -> np.ndarray:
-    """Probability of the class of the highest logits [B, K]: float64 [B]."""
-    logits = logits.astype(np.float64)
-    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return (shares.max(axis=1) / shares.sum(axis=1)).round(4)
 
 
 def json_line(example: Any) -> str:

@@ -510,8 +510,10 @@ class Checkpoints:
         were saved, or cannot be read.
         """
         saved = self.saved(step)  # Once: TensorStore never frees what it lists.
+        # Arrays on the host that take no memory.
+        blank = lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape)  # noqa: E731
         for field, leaves in saved.items():
-            self.restore(step, jax.tree.map(_unread, leaves), field, saved=saved)
+            self.restore(step, jax.tree.map(blank, leaves), field, saved=saved)
         return manifests.read(self.directory / str(step)) is not None
 
     def set_aside(self, step: int) -> str:  # Why: docs/decisions/storage.md#fallback
@@ -821,11 +823,6 @@ def _check_listed(
             )
     if lines := differences(manifests.forms(manifest), flatten(_forms(saved))):
         raise ValueError(f"its leaves are not those that were saved: {some(lines)}")
-
-
-def _unread(leaf: Any) -> np.ndarray:
-    """Array on the host of a leaf's form, which takes no memory."""
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _forms(tree: Any) -> Any:

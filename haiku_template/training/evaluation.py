@@ -188,9 +188,7 @@ def make_predict_step(recipe: Recipe, forward: Callable[..., Any]) -> Callable:
     return predict_step
 
 
-def per_example(
-    predict_step: Callable[..., Any], of_batch: Sequence[str]
-) -> Callable[..., Any]:
+def per_example(predict_step: Callable, of_batch: Sequence[str]) -> Callable:
     """Wraps a prediction step: outputs of a whole batch, of these paths, are None.
 
     Padding would count in them. Its result raises `ConfigError` if no output remains.
@@ -202,21 +200,16 @@ def per_example(
         paths = (path_of(keys) for keys, _ in leaves)
         rows = jax.tree.map(lambda x: None if next(paths) in of_batch else x, outputs)
         if not jax.tree.leaves(rows):
-            raise _no_rows(outputs)
+            form = lambda x: list(x.shape) if hasattr(x, "shape") else type(x).__name__  # noqa: E731
+            raise ConfigError(
+                f"the model returns {jax.tree.map(form, outputs)} for a batch, and "
+                "predictions are arrays of examples: let it return one with a row for "
+                "each, [B, ...], such as the loss of each; a dataclass is registered "
+                "with jax.tree_util.register_dataclass"
+            )
         return rows
 
     return predict_rows
-
-
-def _no_rows(outputs: Any) -> ConfigError:
-    shapes = jax.tree.map(
-        lambda x: list(x.shape) if hasattr(x, "shape") else type(x).__name__, outputs
-    )
-    return ConfigError(
-        f"the model returns {shapes} for a batch, and predictions are arrays of "
-        "examples: let it return one with a row for each, [B, ...], such as the loss "
-        "of each; a dataclass is registered with jax.tree_util.register_dataclass"
-    )
 
 
 def evaluation_rng(recipe: Recipe, places: jax.Array) -> jax.Array:

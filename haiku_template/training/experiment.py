@@ -232,7 +232,6 @@ def _check_classes(names: Sequence[str], count: int) -> None:
 
 
 def _check_functions(experiment: Experiment) -> None:
-    """Raises `ConfigError` for what is no function, or beside a custom init or step."""
     for name in ("schedule", "init_from", "init", "step"):
         part = getattr(experiment, name)
         if part is not None and not callable(part):
@@ -257,7 +256,6 @@ def _check_functions(experiment: Experiment) -> None:
 
 
 def _refuse_parts(data: Any, optimizer: Any) -> None:
-    """Raises `ConfigError` for parts that are a config's or others'."""
     if optimizer is not None and not hasattr(optimizer, "init"):
         raise ConfigError(
             f"Experiment(optimizer={optimizer!r:.60}) is none; it is what optax "
@@ -279,7 +277,6 @@ def _refuse_parts(data: Any, optimizer: Any) -> None:
 
 
 def _check_evaluations(data: Data) -> None:
-    """Raises `ConfigError` unless further evaluation sets have names, and a first."""
     if data.evaluation is None:
         raise ConfigError("data.evaluations come after data.evaluation, which is None")
     names = data.evaluations if isinstance(data.evaluations, Mapping) else [None]

@@ -235,7 +235,6 @@ class Feed:
         return stack
 
     def _fill(self, stack: Any, first: int, step: int) -> None:
-        """Copies a step's batch into a stack."""
         rows = fitting(self._rows(step))
         for buffer, leaf in zip(*map(jax.tree.leaves, (stack, rows)), strict=True):
             if leaf.shape[1:] != buffer.shape[2:]:

@@ -199,7 +199,6 @@ class Initializer:
 def _check_gradients(
     experiment: "Experiment", trained: Iterable[str], shapes: dict[str, Any]
 ) -> None:
-    """Raises `ConfigError` for whole numbers to train, but by a step of one's own."""
     kinds = {k: x.dtype for k, x in shapes.items() if k in trained}
     odd = [k for k, x in kinds.items() if not jnp.issubdtype(x, jnp.inexact)]
     if odd and experiment.step is None:
@@ -210,7 +209,6 @@ def _check_gradients(
 
 
 def _check_moments(params: dict[str, Any], opt_state: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a first moment that has no imaginary part of its own."""
     for path, moment in opt_state.items():
         _, _, name = path.partition("/mu/" if "/mu/" in path else "/trace/")
         param = params.get(name, moment)
@@ -278,7 +276,6 @@ def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Trace
 
 
 def _check_no_rows(paths: list[str], size: int, of_batch: Callable[[], Any]) -> None:
-    """Raises `ConfigError` for network state that has a row for each example."""
     leaves: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # A device has a part of the batch.
         leaves = of_batch()
@@ -324,7 +321,6 @@ def _is_average(path: str, paths: Set[str]) -> bool:
 
 
 def _check_averaged(params: Any, has_own: bool) -> None:
-    """Raises `ConfigError` for averages beside an optimizer's, or in half precision."""
     if has_own:
         raise ConfigError(
             "ema_decay averages parameters, and so does this schedule-free optimizer, "
@@ -341,7 +337,6 @@ def _check_averaged(params: Any, has_own: bool) -> None:
 
 
 def _check_no_averages(averages: Any) -> None:
-    """Raises `ConfigError` for the averages that an optimizer keeps itself."""
     if averages is not None:
         raise ConfigError(
             "config.finetuning.multipliers scale the updates of an optimizer, of which "
@@ -351,7 +346,6 @@ def _check_no_averages(averages: Any) -> None:
 
 
 def _check_names(params: hk.Params) -> None:
-    """Raises `ConfigError` for a name that is no path's last part."""
     for module, names in params.items():
         if slashed := [name for name in names if "/" in name]:
             raise ConfigError(

@@ -243,7 +243,6 @@ def make_optimization(num_steps: int, **keys: Any) -> tuple[Optimizer, Schedule]
 
 @functools.cache
 def _optimizers() -> dict[str, Callable[..., Any]]:
-    """Optimizers of optax and optax.contrib by name."""
     return {
         name: function
         for module in (optax.contrib, optax)  # Why: docs/decisions/house.md#optimizers

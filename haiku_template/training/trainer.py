@@ -138,7 +138,6 @@ class Trainer:
         return f"Trainer({self.experiment!r}, {self.devices!r})"
 
     def _compile_shares(self, count: int) -> None:
-        """Computes steps and evaluations by logical shares."""
         from haiku_template.training import shares
 
         devices, functions = self.devices, self.functions()
