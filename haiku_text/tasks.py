@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from haiku_template.errors import ConfigError
-from haiku_template.models.losses import WEIGHT, Values
+from haiku_template.models.losses import WEIGHT, Averages, Counts, Values
 from haiku_template.training.tasks import Task
 from haiku_text.models.logits import LazyLogits, token_losses
 
@@ -60,9 +59,7 @@ def token_values(
     return values
 
 
-def perplexity(
-    averages: dict[str, float], counts: dict[str, np.ndarray]
-) -> dict[str, float]:
+def perplexity(averages: Averages, counts: Counts) -> Averages:
     """Exponential of the average loss; infinite where that overflows."""
     del counts
     try:

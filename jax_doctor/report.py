@@ -5,6 +5,7 @@ from typing import Any
 from jax_doctor.children import DriverResult
 from jax_doctor.machine import Machine
 
+Cards = list[dict[str, Any]]
 # Nobody is listed for what the driver keeps for itself, so something always remains.
 NOT_LISTED = "the driver itself, or processes that cannot be seen from here"
 UNSEEN = "a process that cannot be seen from here"
@@ -14,9 +15,7 @@ IN_CONTAINER = (
 )
 
 
-def memory_in_use(
-    machine: Machine, driver: DriverResult | None
-) -> list[dict[str, Any]]:
+def memory_in_use(machine: Machine, driver: DriverResult | None) -> Cards:
     """Memory of each card and its users, as in `DriverResult`, with programs' names.
 
     Names are "" inside a container, where the host's ids mean other processes.
@@ -56,9 +55,7 @@ def size(count: int | None) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count >> 20} MiB"
 
 
-def memory_rows(
-    cards: list[dict[str, Any]], sees_all_processes: bool
-) -> list[tuple[str, str]]:
+def memory_rows(cards: Cards, sees_all_processes: bool) -> list[tuple[str, str]]:
     """Formats the cards of `memory_in_use` as rows of a table."""
     rows = []
     for index, card in enumerate(cards):

@@ -32,6 +32,7 @@ LONGEST = 65_536  # Bytes of a line.
 MOST_STRANGERS = 256  # Connections that have not said who they are.
 STALE_SECONDS = 86_400.0  # Of the file of a process 0 that was killed.
 HEX = re.compile(r"[0-9a-f]{32}")
+Message = dict[str, Any]  # A line of JSON.
 _UNKNOWN = threading.BoundedSemaphore(MOST_STRANGERS)
 
 
@@ -109,7 +110,7 @@ def _variable() -> bytes:
 def admit(
     server: socket.socket,
     start: Start,
-    welcome: Callable[[socket.socket, dict[str, Any], bool], None],
+    welcome: Callable[[socket.socket, Message, bool], None],
 ) -> None:
     """Accepts a connection within `ACCEPT_SECONDS`, and greets it in a thread.
 
@@ -144,10 +145,10 @@ def _greet(link: socket.socket, start: Start, welcome: Callable[..., None]) -> N
 
 def present(
     link: socket.socket,
-    hello: dict[str, Any],
+    hello: Message,
     find_start: Callable[[str], Start],
     seconds: float,
-) -> tuple[dict[str, Any], Start]:
+) -> tuple[Message, Start]:
     """Answers process 0's challenge; returns its reply, and the start.
 
     Args:
@@ -170,13 +171,13 @@ def present(
     return _opened(read(link, seconds), start.key, reply_nonce), start
 
 
-def sealed(message: dict[str, Any], key: bytes, nonce: str) -> dict[str, str]:
+def sealed(message: Message, key: bytes, nonce: str) -> dict[str, str]:
     """Message with its HMAC, which holds for the connection of this nonce alone."""
     body = json.dumps(message)
     return {"body": body, "mac": _mac(key, nonce + body)}
 
 
-def _opened(line: dict[str, Any], key: bytes, nonce: str) -> dict[str, Any]:
+def _opened(line: Message, key: bytes, nonce: str) -> Message:
     body, mac = str(line.get("body")), str(line.get("mac"))
     if not hmac.compare_digest(_mac(key, nonce + body).encode(), mac.encode()):
         raise ValueError("what answers there is of another run")
@@ -187,12 +188,12 @@ def _mac(key: bytes, text: str) -> str:
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def send(link: socket.socket, message: dict[str, Any]) -> None:
+def send(link: socket.socket, message: Message) -> None:
     """Sends a line of JSON."""
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def read(link: socket.socket, seconds: float) -> dict[str, Any]:
+def read(link: socket.socket, seconds: float) -> Message:
     """Reads the JSON object of one line alone. Raises `OSError` or `ValueError`."""
     text, deadline = b"", time.monotonic() + seconds
     while not text.endswith(b"\n"):

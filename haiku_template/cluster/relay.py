@@ -26,9 +26,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from haiku_template.cluster import identity
+from haiku_template.cluster.identity import Message
 from haiku_template.cluster.rendezvous import Meeting, parsed
 from haiku_template.errors import DeviceError
 
@@ -156,7 +156,7 @@ def serve(
     path: str,
     start: identity.Start,
     link: socket.socket,
-    hello: dict[str, Any],
+    hello: Message,
     is_known: bool,
 ) -> None:
     """Connects the helper of another process to JAX's service, once that listens."""
@@ -173,10 +173,7 @@ def serve(
 
 
 def connect(
-    client: socket.socket,
-    where: tuple[str, int],
-    start: identity.Start,
-    hello: dict[str, Any],
+    client: socket.socket, where: tuple[str, int], start: identity.Start, hello: Message
 ) -> None:
     """Connects a client; closes it if that fails for `PATIENCE_SECONDS`."""
     deadline = time.monotonic() + PATIENCE_SECONDS

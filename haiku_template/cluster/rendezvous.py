@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from haiku_template.cluster import identity
+from haiku_template.cluster.identity import Message
 from haiku_template.errors import ConfigError, DeviceError
 
 SECONDS = 300.0  # Why: docs/decisions/cluster.md#rendezvous
@@ -97,7 +98,7 @@ def parsed(address: str, name: str = "--coordinator_address") -> tuple[str, int]
 
 def _receive(
     address: str,
-    hello_0: dict[str, Any],
+    hello_0: Message,
     seconds: float,
     links: contextlib.ExitStack,
     workdir: str | Path | None,
@@ -108,10 +109,12 @@ def _receive(
     peers: list[tuple[Peer, str]] = []
     hellos: queue.SimpleQueue = queue.SimpleQueue()
 
-    def welcome(link: socket.socket, hello: dict[str, Any], is_known: bool) -> None:
+    def welcome(link: socket.socket, hello: Message, is_known: bool) -> None:
         if is_known and _is_hello(hello):
             return hellos.put((link, hello))
-        unseen.update(_claimed(hello, hello_0["count"]))
+        number = hello.get("unseen")  # Of who sees no workdir, or a stranger.
+        if isinstance(number, int) and 0 < number < hello_0["count"]:
+            unseen.add(number)
         link.close()  # A stranger is told nothing, and ends nothing.
 
     with identity.announced(workdir) as start:
@@ -159,13 +162,7 @@ def _missing(
     )
 
 
-def _claimed(message: dict[str, Any], count: int) -> set[int]:
-    """Index that a process claims which does not see the workdir, or a stranger."""
-    number = message.get("unseen")
-    return {number} if isinstance(number, int) and 0 < number < count else set()
-
-
-def _name(hello: dict[str, Any]) -> str:
+def _name(hello: Message) -> str:
     return f"process {hello['index']} on {identity.printable(hello['host'][:255])}"
 
 
@@ -213,15 +210,13 @@ def _places(host: str, port: int) -> list[tuple[int, tuple]]:
     ]
 
 
-def _is_hello(hello: dict[str, Any]) -> bool:
+def _is_hello(hello: Message) -> bool:
     kinds = {"index": int, "count": int, "facts": dict, "host": str, "nonce": str}
     is_typed = all(isinstance(hello.get(name), kind) for name, kind in kinds.items())
     return is_typed and 0 < hello["index"] < hello["count"]
 
 
-def _mismatch(
-    came: dict[int, dict[str, Any]], hello: dict[str, Any]
-) -> DeviceError | None:
+def _mismatch(came: dict[int, Message], hello: Message) -> DeviceError | None:
     """Error for a peer whose count, index or versions differ from process 0's."""
     first, index = came[0], hello["index"]
     if hello["count"] != first["count"]:
@@ -245,7 +240,7 @@ def _mismatch(
 
 def _visit(
     address: str,
-    hello: dict[str, Any],
+    hello: Message,
     seconds: float,
     links: contextlib.ExitStack,
     workdir: str | Path | None,

@@ -410,10 +410,9 @@ def map_batches(
 ) -> Iterator[Any]:
     """Maps `step` over host batches: per-example results on the host, in order.
 
-    `step` is from `compile_per_example`; batches and results
-    are pytrees of NumPy arrays [B, ...]. A batch that cannot be sharded evenly,
-    or has fewer rows than one before it, is padded with rows of zeros, whose results
-    are left out.
+    `step` is from `compile_per_example`; batches and results are pytrees of NumPy
+    arrays [B, ...]. A batch that cannot be sharded evenly, or has fewer rows than one
+    before it, is padded with rows of zeros, whose results are left out.
     """
     rows: deque[int] = deque()
 

@@ -34,6 +34,7 @@ UNQUANTIZED = ("*embed*", "*/b", "*_b", "*bias*", "*scale", "*offset")
 PATTERNS = ("train", "fresh", "unquantized", "ignore", "lora.patterns")
 SHOWN = 20  # Names in a message.
 Multipliers = Sequence[tuple[str, float]]
+Axes = Mapping[str, str]  # By path.
 
 
 class Finetuning(NamedTuple):
@@ -129,9 +130,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
         leaves = {path.partition("/")[2]: leaf for path, leaf in leaves.items()}
         return unflatten(loras.adapt(self.lora, self.adapted, leaves, rng, dtype))
 
-    def merge(
-        self, params: hk.Params, frozen: hk.Params, fetch: Callable[[Any], Any]
-    ) -> hk.Params:
+    def merge(self, params: hk.Params, frozen: hk.Params, fetch: Callable) -> hk.Params:
         """Merges `params` of the host and frozen ones to arrays there, one by one.
 
         `fetch` copies one from its devices. Forms become float32; other dtypes stay.
@@ -144,9 +143,7 @@ class Plan(NamedTuple):  # Why: docs/decisions/finetuning.md#frozen
 
 
 def make_plan(
-    finetuning: Finetuning,
-    shapes: hk.Params,
-    convolutions: Mapping[str, str] | None = None,
+    finetuning: Finetuning, shapes: hk.Params, convolutions: Axes | None = None
 ) -> Plan:
     """Resolves a user's patterns on a model's parameters, or on their shapes.
 
@@ -259,9 +256,7 @@ def _select(key: str, patterns: Sequence[str], paths: Collection[str]) -> set[st
     return selected
 
 
-def _adapted(
-    lora: Lora, leaves: dict[str, Any], convolutions: Mapping[str, str]
-) -> dict[str, str]:
+def _adapted(lora: Lora, leaves: dict[str, Any], convolutions: Axes) -> dict[str, str]:
     """Axes by path of the parameters that get adapters."""
     axes: dict[str, str] = {}
     for entry in reversed(lora.axes):  # The first that fits counts.
@@ -289,9 +284,7 @@ def _adapted(
     return axes
 
 
-def _axes_of_kernel(
-    path: str, shape: tuple[int, ...], convolutions: Mapping[str, str]
-) -> str:
+def _axes_of_kernel(path: str, shape: tuple[int, ...], convolutions: Axes) -> str:
     """Axes of a convolution's weights; `ConfigError` for other tensors."""
     axes, count = convolutions.get(path, ""), len(shape) - 2
     if len(axes.split()) != len(shape):

@@ -14,6 +14,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from haiku_template.errors import ConfigError
 
@@ -70,14 +71,14 @@ def for_devices(model: Model, devices: Sequence[jax.Device] | None) -> Model:
 
 def attend(
     attention: str,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None = None,
     *,
-    lengths: jax.Array | None = None,
-    segments: jax.Array | None = None,
-) -> jax.Array:
+    lengths: Array | None = None,
+    segments: Array | None = None,
+) -> Array:
     """Attention with softmax in float32: [B, T, H, C].
 
     Args:
@@ -123,9 +124,7 @@ def attend(
     ).astype(dtype)
 
 
-def _attend_by_xla(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
-) -> jax.Array:
+def _attend_by_xla(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
     """Attention by XLA, in the form that is fast on the hardware: [B, T, H, C]."""
     if Hardware.current().platform == "cpu":
         return _attend_by_heads(query, key, value, mask)
@@ -135,8 +134,8 @@ def _attend_by_xla(
 
 
 def _attend_by_heads(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
-) -> jax.Array:
+    query: Array, key: Array, value: Array, mask: Array | None
+) -> Array:
     """Attention as `jax.nn` has it, in the form that is fast on CPUs: [B, T, H, C].
 
     Heads come before tokens, so that no array of pairs of tokens is transposed, and the
@@ -155,9 +154,7 @@ def _attend_by_heads(
     return outputs.swapaxes(1, 2)
 
 
-def _attend_in_blocks(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
-) -> jax.Array:
+def _attend_in_blocks(query: Array, key: Array, value: Array, segments: Array) -> Array:
     """Causal attention inside segments by XLA: [B, T, H, C], a block at a time.
 
     A block of queries sees no key beyond its end, which nearly halves the products; its
@@ -165,9 +162,7 @@ def _attend_in_blocks(
     """
 
     @jax.checkpoint
-    def block(
-        query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array
-    ) -> jax.Array:
+    def block(query: Array, key: Array, value: Array, segments: Array) -> Array:
         start = key.shape[1] - query.shape[1]
         mask = segments[:, start:, None] == segments[:, None]
         mask &= jnp.tri(*mask.shape[1:], start, dtype=bool)

@@ -104,11 +104,9 @@ def of(trainer: Trainer) -> dict[str, str]:
             digests[key] = _value((count, dataset.batch(index)))
     own_step = experiment.step is not None or experiment.steps is not step
     if own_step or "axis_name" in facts_of(trainer.recipe.task.values):
-        token = _identities.set(frozenset())
-        try:
-            digests["steps over devices"] = _value(steps(AXIS_NAME))
-        finally:
-            _identities.reset(token)
+        context = contextvars.copy_context()
+        context.run(_identities.set, frozenset())
+        digests["steps over devices"] = _value(context.run(steps, AXIS_NAME))
     return digests
 
 
@@ -197,11 +195,9 @@ def _of_version(trainer: Trainer, saved: dict[str, Any]) -> dict[str, Any]:
     """Digests as `of`, by the rules of an earlier version where a run has those."""
     digests = of(trainer)
     if any(saved[k] != digests.get(k) for k in STEPS & saved.keys()):
-        token = _identities.set(EARLIER)
-        try:
-            earlier = of(trainer)
-        finally:
-            _identities.reset(token)
+        context = contextvars.copy_context()
+        context.run(_identities.set, EARLIER)
+        earlier = context.run(of, trainer)
         digests |= {k: x for k, x in earlier.items() if saved.get(k) == x}
     return digests
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from haiku_template.devices import DeviceManager
 
+Metrics = dict[str, float]
 BYTES = "bytes_to_devices", "bytes_from_devices"
 
 
@@ -34,7 +35,7 @@ class Clock:
         self._since += time.perf_counter() - begun
         self._before += self._devices.ledger.totals() - before
 
-    def read(self, step: int) -> dict[str, float]:
+    def read(self, step: int) -> Metrics:
         """Metrics of an average step since the last reading.
 
         Splits the loop's wait for a batch into `data` and `to_devices` in the ratio of
@@ -63,9 +64,7 @@ class Work(NamedTuple):
     flops: float = 0.0  # Of the model's forward and backward pass; 0 if not known.
 
 
-def rates(
-    work: Work, examples_per_second: float, peak: float | None
-) -> dict[str, float]:
+def rates(work: Work, examples_per_second: float, peak: float | None) -> Metrics:
     """Throughput metrics, and of a measured `peak` in FLOP/s the utilization (MFU)."""
     flops = examples_per_second * work.flops
     metrics = {

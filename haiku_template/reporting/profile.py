@@ -143,9 +143,8 @@ def _device_lines(folder: Path) -> Iterator[list[tuple[float, float, str]]]:
     """Yields each line of a trace: (start, duration, name) of operations, in ns."""
     for path in folder.glob("*.xplane.pb"):
         events: dict[Any, list[Any]] = defaultdict(list)
-        with warnings.catch_warnings():
-            # jax 0.12's reader makes a type that Python 3.12 finds incomplete.
-            warnings.simplefilter("ignore", DeprecationWarning)
+        # jax 0.12's reader makes a type that Python 3.12 finds incomplete.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
                 for line in plane.lines:
                     for event in line.events:

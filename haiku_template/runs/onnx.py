@@ -19,6 +19,7 @@ from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
 from haiku_template.runs.stablehlo import in_a_line, program_of
 
+Function = Callable[[Any], Any]
 PACKAGES = ("jax2onnx", "flax", "onnx", "onnxruntime")
 INSTALL = (  # Why: docs/decisions/dependencies.md#onnx
     'pip install "haiku_template[onnx]" && pip install --no-deps "jax2onnx>=0.17"'
@@ -57,9 +58,7 @@ def export_onnx(run: Run, output: Path, batch_size: int | None = None) -> int:
     return run.step
 
 
-def convert_onnx(
-    program: Callable[[Any], Any], inputs: Any, batch_size: int | None = None
-) -> Any:
+def convert_onnx(program: Function, inputs: Any, batch_size: int | None = None) -> Any:
     """Converts a function of inputs [B, ...] to ONNX's ModelProto; None is for any B.
 
     Raises `ConfigError` with the reason of jax2onnx.
@@ -110,9 +109,7 @@ def _names_that_jax_had() -> Iterator[None]:
             del core.ClosedJaxpr
 
 
-def _check(
-    serialized: bytes, program: Callable[[Any], Any], inputs: Any, rows: int | None
-) -> None:
+def _check(serialized: bytes, program: Function, inputs: Any, rows: int | None) -> None:
     """Raises `ConfigError` unless onnxruntime computes what the `program` does."""
     runtime = importlib.import_module("onnxruntime")
     options = runtime.SessionOptions()

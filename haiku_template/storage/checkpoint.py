@@ -38,6 +38,7 @@ from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.files import dispensable
 
 Metrics = dict[str, float]
+Read = Callable[["Checkpoints", int], Any]  # Of a step.
 logger = logging.getLogger(__name__)
 _warn_once = functools.cache(logger.warning)
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # Orbax renames them when they are complete.
@@ -562,9 +563,7 @@ def newest_whole(
     )
 
 
-def restore(
-    workdir: Path, which: str, read: Callable[[Checkpoints, int], Any]
-) -> tuple[int, Any]:
+def restore(workdir: Path, which: str, read: Read) -> tuple[int, Any]:
     """Restores a run's checkpoint: its step, and what `read(checkpoints, step)` gives.
 
     The run may be alive. `which` is `latest`, `best`, `BEST_OR_LATEST`, or a step. If
@@ -591,9 +590,7 @@ def restore(
     return step, value
 
 
-def _restore(
-    workdir: Path, which: str, read: Callable[[Checkpoints, int], Any]
-) -> tuple[int, Any]:
+def _restore(workdir: Path, which: str, read: Read) -> tuple[int, Any]:
     """Restores as `restore` does, but nothing else than `which`."""
     folder = workdir / workdirs.CHECKPOINTS
     if not is_dir(folder):

@@ -21,12 +21,7 @@ from haiku_template.models.forms import PerExample, inputs_of
 from haiku_template.params import path_of
 from haiku_template.training.feed import Prefetcher
 from haiku_template.training.state import Recipe, Variables, split_seed
-from haiku_template.training.tasks import (
-    Averages,
-    Derive,
-    example_values,
-    weighted_sum,
-)
+from haiku_template.training.tasks import Averages, Derive, example_values, weighted_sum
 
 Alone = Callable[[], Any]  # Context to read a set in.
 Placed = tuple[Any, Any]  # A batch, and the places of its rows in the set: int32 [B].

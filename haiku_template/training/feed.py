@@ -276,15 +276,12 @@ class Feed:
         @functools.wraps(gradients)
         def differentiate(state: TrainState, frozen: hk.Params, *arrays: Any) -> Any:
             if stacked:
-                take = functools.partial(_at, state.step % self.stack)
+                place = state.step % self.stack
+                take = lambda x: jax.lax.dynamic_index_in_dim(x, place, 1, False)  # noqa: E731
                 return gradients(state, frozen, jax.tree.map(take, *arrays))
             return gradients(state, frozen, self._source.gather(*arrays, state.step))
 
         return differentiate
-
-
-def _at(place: jax.Array, stack: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, place, 1, keepdims=False)
 
 
 def _cut(start: int, stop: int, ends: Ends, errors: Any, cuts: Any) -> Iterator[range]:

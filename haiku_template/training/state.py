@@ -12,7 +12,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Plan
 from haiku_template.models.precision import Precision
-from haiku_template.params import flatten
+from haiku_template.params import flatten, leaves_by_path
 from haiku_template.training.optimizers import Schedule
 from haiku_template.training.optimizers import own_averages as own_averages
 from haiku_template.training.tasks import Task
@@ -141,10 +141,8 @@ def _name_misfit(state: TrainState, updates: Any, opt_state: Any) -> None:
 
 
 def _leaves(state: Any) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-        for path, x in tree_leaves_with_path(state)
-    }
+    leaves = leaves_by_path(state).items()
+    return {path: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
 
 
 def in_dtypes_of(old: hk.State, new: hk.State) -> hk.State:

@@ -340,21 +340,18 @@ def _completions(lines: Lines, tokenizer: Tokenizer, cut: int | None) -> Complet
             for line, prompt, rest in zip(batch, prompts, completions, strict=True):
                 prompt = prompt or end  # Of the text before: it tells it is empty.
                 tokens = prompt + rest + end
-                _check_completion(line, len(prompt), len(tokens))
+                if len(tokens) < 2 or len(tokens) == len(prompt):
+                    raise ConfigError(
+                        f"{line.where} has nothing to learn from: its prompt has "
+                        f"{counted(len(prompt), 'tokens')} and its completion "
+                        f"{len(tokens) - len(prompt)}"
+                    )
                 before = max(len(tokens) - (cut + 1), 0) if cut else 0
                 prompt_sizes.append(max(len(prompt) - before, 0))
                 yield tokens[before:]
 
     tokens = _tokens(encode(), tokenizer)
     return Completions(tokens, np.array(prompt_sizes, np.int64))
-
-
-def _check_completion(line: Line, prompt_size: int, size: int) -> None:
-    if size < 2 or size == prompt_size:
-        raise ConfigError(
-            f"{line.where} has nothing to learn from: its prompt has "
-            f"{counted(prompt_size, 'tokens')} and its completion {size - prompt_size}"
-        )
 
 
 def _tokens(texts: Iterable[list[int]], tokenizer: Tokenizer) -> Tokens:

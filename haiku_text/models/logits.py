@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from haiku_template.models.losses import cross_entropy
 
@@ -23,22 +24,22 @@ class LazyLogits(NamedTuple):
     float32 logits of 8 x 1,024 tokens of GPT-2 take 1.5 GiB, their factors 90 MiB.
     """
 
-    hidden: jax.Array  # Activations of the last layer: [B, T, D].
-    embedding: jax.Array  # Of the vocabulary: [V, D].
+    hidden: Array  # Activations of the last layer: [B, T, D].
+    embedding: Array  # Of the vocabulary: [V, D].
 
-    def multiply_out(self) -> jax.Array:
+    def multiply_out(self) -> Array:
         """Multiplies out the logits: float32 [B, T, V]."""
         return _product(self.hidden, self.embedding)
 
 
-def multiply_out(outputs: jax.Array | LazyLogits) -> jax.Array:
+def multiply_out(outputs: Array | LazyLogits) -> Array:
     """Logits [B, T, V], multiplied out if they are lazy."""
     return outputs.multiply_out() if isinstance(outputs, LazyLogits) else outputs
 
 
 def token_losses(
-    outputs: jax.Array | LazyLogits, labels: jax.Array, chunk: int | None
-) -> jax.Array:
+    outputs: Array | LazyLogits, labels: Array, chunk: int | None
+) -> Array:
     """Cross-entropy of each token in nats: float32 [B, T]; NaN for one outside of V.
 
     Lazy logits are in the compute dtype, and in memory for a tile of tokens at a time:
@@ -49,7 +50,7 @@ def token_losses(
     size, rows = len(outputs.embedding), labels.size
     tiles = max(rows // TILE, 1) if chunk is None else -(-labels.shape[1] // chunk)
 
-    def split(x: jax.Array) -> jax.Array:
+    def split(x: Array) -> Array:
         """Splits [B, T, ...] to [N, R, ...], filled up with zeros."""
         x = x.reshape(rows, *x.shape[2:])
         x = jnp.pad(x, [(0, -rows % tiles), *[(0, 0)] * (x.ndim - 1)])
@@ -65,14 +66,12 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _product(hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+def _product(hidden: Array, embedding: Array) -> Array:
     """Product of [B, T, D] and [V, D], accumulated in float32: [B, T, V]."""
     return _einsum("btd,vd->btv", hidden, embedding)
 
 
-def _backward(
-    factors: tuple[jax.Array, jax.Array], grads: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _backward(factors: tuple[Array, Array], grads: Array) -> tuple[Array, Array]:
     # JAX's own rule multiplies in float32. Why: docs/decisions/models.md#lazy-logits
     hidden, embedding = factors
     grads = grads.astype(hidden.dtype)
@@ -84,7 +83,7 @@ def _backward(
 _product.defvjp(lambda *factors: (_product(*factors), factors), _backward)
 
 
-def _logits(size: int, hidden: jax.Array, embedding: jax.Array) -> jax.Array:
+def _logits(size: int, hidden: Array, embedding: Array) -> Array:
     """Logits [R, V] of a tile, rounded to the compute dtype; -inf from `size` on."""
     logits = jnp.einsum("rd,vd->rv", hidden, embedding)
     in_vocabulary = jnp.arange(len(embedding)) < size
@@ -92,17 +91,15 @@ def _logits(size: int, hidden: jax.Array, embedding: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _losses(
-    size: int, hidden: jax.Array, embedding: jax.Array, labels: jax.Array
-) -> jax.Array:
+def _losses(size: int, hidden: Array, embedding: Array, labels: Array) -> Array:
     """Losses [N, R] of tiles [N, R, D], in a vocabulary of `size`."""
     return _losses_forward(size, hidden, embedding, labels)[0]
 
 
 def _losses_forward(
-    size: int, hidden: jax.Array, embedding: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def tile_losses(tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    size: int, hidden: Array, embedding: Array, labels: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    def tile_losses(tile: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, labels = _logits(size, tile[0], embedding), tile[1]
         log_sums = jax.nn.logsumexp(logits, axis=1)
         # A label that the vocabulary lacks has no place, and gives NaN.
@@ -115,13 +112,11 @@ def _losses_forward(
 
 
 def _losses_backward(
-    size: int, residuals: tuple[jax.Array, ...], grads: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+    size: int, residuals: tuple[Array, ...], grads: Array
+) -> tuple[Array, Array, None]:
     hidden, embedding, labels, log_sums = residuals
 
-    def add_tile(
-        total: jax.Array, tile: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
+    def add_tile(total: Array, tile: tuple[Array, ...]) -> tuple[Array, ...]:
         hidden, labels, log_sums, grads = tile
         # The compiler finds these logits computed if there is one tile.
         shares = jnp.exp(_logits(size, hidden, embedding) - log_sums[:, None])
