@@ -6,7 +6,6 @@ this start can write (`identity`). Process 0 goes on listening there, for its re
 the connections stay for the heartbeat.
 """
 
-import contextlib
 import errno
 import functools
 import ipaddress
@@ -15,6 +14,7 @@ import os
 import queue
 import socket
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from haiku_template.errors import ConfigError, DeviceError
 
 SECONDS = 300.0  # Why: docs/decisions/cluster.md#rendezvous
 RETRY_SECONDS = 0.2
+Workdir = str | Path | None  # None where it is not known yet.
 SHARED_SECONDS = 60.0  # Until a file is seen: NFS may remember its folder so long.
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 ANYWHERE = ("", "0.0.0.0", "::")
@@ -61,7 +62,7 @@ def meet(
     index: int,
     facts: dict[str, Any],
     seconds: float = SECONDS,
-    workdir: str | Path | None = None,
+    workdir: Workdir = None,
 ) -> Meeting:
     """Returns when `count` processes of one start are at `address` with equal facts.
 
@@ -78,7 +79,7 @@ def meet(
     """
     hello = {"index": index, "count": count, "facts": facts}
     hello["host"] = socket.gethostname()
-    with contextlib.ExitStack() as links:
+    with ExitStack() as links:
         come_together = _visit if index else _receive
         meeting = come_together(address, hello, seconds, links, workdir)
         links.pop_all()
@@ -97,11 +98,7 @@ def parsed(address: str, name: str = "--coordinator_address") -> tuple[str, int]
 
 
 def _receive(
-    address: str,
-    hello_0: Message,
-    seconds: float,
-    links: contextlib.ExitStack,
-    workdir: str | Path | None,
+    address: str, hello_0: Message, seconds: float, links: ExitStack, workdir: Workdir
 ) -> Meeting:
     """Waits for the others at process 0, and tells them the error if there is one."""
     server, deadline = links.enter_context(_listen(address)), time.monotonic() + seconds
@@ -112,9 +109,7 @@ def _receive(
     def welcome(link: socket.socket, hello: Message, is_known: bool) -> None:
         if is_known and _is_hello(hello):
             return hellos.put((link, hello))
-        number = hello.get("unseen")  # Of who sees no workdir, or a stranger.
-        if isinstance(number, int) and 0 < number < hello_0["count"]:
-            unseen.add(number)
+        unseen.update(_claimed(hello, hello_0["count"]))
         link.close()  # A stranger is told nothing, and ends nothing.
 
     with identity.announced(workdir) as start:
@@ -131,7 +126,7 @@ def _receive(
                 came[hello["index"]] = hello
     answer = {"fault": str(error or ""), "name": _name(hello_0)}
     for peer, nonce in peers:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             identity.send(peer.link, identity.sealed(answer, start.key, nonce))
     if error:
         raise error
@@ -160,6 +155,12 @@ def _missing(
         f"{sentence}; process {numbers} came and did not find this start in its "
         f"--workdir: {SHARED}"
     )
+
+
+def _claimed(message: Message, count: int) -> set[int]:
+    """Index that a process claims which does not see the workdir, or a stranger."""
+    number = message.get("unseen")
+    return {number} if isinstance(number, int) and 0 < number < count else set()
 
 
 def _name(hello: Message) -> str:
@@ -239,11 +240,7 @@ def _mismatch(came: dict[int, Message], hello: Message) -> DeviceError | None:
 
 
 def _visit(
-    address: str,
-    hello: Message,
-    seconds: float,
-    links: contextlib.ExitStack,
-    workdir: str | Path | None,
+    address: str, hello: Message, seconds: float, links: ExitStack, workdir: Workdir
 ) -> Meeting:
     """Announces this process to process 0; raises the fault that its answer names."""
     where, deadline = parsed(address), time.monotonic() + seconds
