@@ -134,7 +134,7 @@ def test_a_save_ends_after_another_process_was_killed(tmp_path):
     wait_for(lambda: "it writes" in Path(f"{workdir}.out").read_text())
     os.kill(children(run)[1], signal.SIGKILL)
     code, printed = finish(run, workdir)
-    assert code == 69 and "Traceback" not in printed, printed
+    assert code == 128 + signal.SIGKILL and "Traceback" not in printed, printed
     assert saved_steps(workdir / "checkpoints") == [150], printed
 
 
