@@ -334,6 +334,24 @@ def test_no_imports_go_in_circles():
     assert not graph, sorted(map(relative, graph))
 
 
+def test_what_tests_and_benchmarks_import_exists():
+    """Also what the processes of tests import, which no other test imports."""
+    known = {}
+    for path in (*FILES, *TEXT_FILES, *DOCTOR_FILES):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        stored = {x.id for x in nodes if isinstance(x, ast.Name)}
+        aliases = (x for n in nodes for x in getattr(n, "names", ()))
+        imported = {x.asname or x.name for x in aliases if isinstance(x, ast.alias)}
+        defined = {x.name for x in nodes if hasattr(x, "body") and hasattr(x, "name")}
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        known[module.removesuffix(".__init__")] = stored | imported | defined
+    for path in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in known:
+                names = {x.name for x in node.names} - known[node.module]
+                assert not {x for x in names if f"{node.module}.{x}" not in known}, path
+
+
 def test_a_config_dict_is_seen_where_parts_are_made_and_nowhere_below():
     seen = {
         relative(path)

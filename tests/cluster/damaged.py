@@ -16,7 +16,6 @@ import jax
 from haiku_template import cluster
 from haiku_template.devices import DeviceManager, Layout
 from haiku_template.devices.processes import gather
-from haiku_template.runs.resume import _of_all
 from haiku_template.storage.checkpoint import Checkpoints, newest_whole
 from tests.storage import test_damages as damages
 from tests.storage.test_verified import bits
@@ -59,7 +58,7 @@ def main(folder: Path, num_bits: int, num_small: int, every: int) -> None:
                 (result, _), state, _ = newest_whole(
                     [(step, 0) for step in steps],
                     lambda place, c=checkpoints: c.restore(place[0], abstract),
-                    lambda damage: _of_all(processes, damage),
+                    lambda damage: next(filter(None, gather(damage)), None),
                 )
             if shares(state) != expected[result]:
                 error = f"other bits than those of step {result}"
