@@ -389,9 +389,11 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
         raise ConfigError(f"a --flagfile cannot be read: {cause}") from error
     except Exception as error:
         sentence = _sentence(error, argv)
-        if has_arguments and "config" in FLAGS and isinstance(error, flags.Error):
-            sentence += KEYS
-        of_user = _of_a_user(error) or ConfigError(sentence)
+        name = getattr(error, "flagname", "")
+        is_key = name in config.default_config() or "flag --config." in str(error)
+        of_user = _of_a_user(error) or ConfigError(
+            sentence + KEYS * (has_arguments and "config" in FLAGS and is_key)
+        )
         raise of_user from error
 
 
@@ -418,7 +420,8 @@ def _print_keys(
     FLAGS([x for x in argv if x not in literals and not HELP.fullmatch(x)])
     _set_literals(file, literals.values())
     values = FLAGS["config"].value.to_dict()
-    values["data"] = _keys_of_data(values["data"])
+    if isinstance(values.get("data"), dict):
+        values["data"] = _keys_of_data(values["data"])
     print(f"keys of {_config_file(argv)}, and their values:\n")
     for key, value in config.flatten(values, "config.").items():
         print(f"  --{key}={value}")

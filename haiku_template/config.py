@@ -83,8 +83,8 @@ ALIASES = {
 # Keys that earlier versions had: they changed no number.
 RETIRED = {"config.finetuning.features", "config.finetuning.features_dir"}
 EXPORTED = (
-    "; where it was exported, give the workdir of its run; a run starts from what was "
-    "exported with --config.init_from"
+    "; a run starts from it with --config.init_from=FOLDER, and where a run exported "
+    "it, that run's workdir is evaluated"
 )
 
 

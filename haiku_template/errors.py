@@ -21,7 +21,7 @@ HUB_ID = re.compile(r"(?:([A-Za-z0-9][\w.-]*)/)?([A-Za-z0-9][\w.-]*)", re.ASCII)
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # Of no ORG.
 FILE_ENDINGS = {".safetensors", ".npz", ".npy", ".json", ".jsonl", ".csv", ".txt"}
 FILE_ENDINGS |= {".parquet", ".bin", ".pt", ".pkl", ".pickle", ".joblib", ".py"}
-PLURAL = re.compile("(?<=s)es$|(?<=ch)es$|s$")
+PLURAL = re.compile("(?<=s)es$|(?<=ch)es$|s$")  # Of classes, batches, steps.
 CHAIN = 20  # Errors behind an error, at most.
 PACKAGES = ("haiku_template", "haiku_text")
 # Files whose lines a cell does not show: of this project, and of Python.
@@ -34,15 +34,19 @@ class _Sentence(Exception):
 
     def _render_traceback_(self) -> list[str]:  # IPython's name.
         """Makes the lines for a cell: those of the user's code, and the sentence."""
-        frames = traceback.extract_tb(self.__traceback__)
-        frames = [x for x in frames if "site-packages" not in x.filename]
-        lines = [
-            f"{_place(x.filename)}, line {x.lineno}: {x.line}"
-            for x in frames
-            if not x.filename.startswith(_OTHERS)
-        ]
         sentence = f"{type(self).__name__}: {self}"
-        return [*lines, sentence, *getattr(self, "__notes__", ())]
+        return [*_users_lines(self), sentence, *getattr(self, "__notes__", ())]
+
+
+def _users_lines(error: BaseException) -> list[str]:
+    """Lines of the user's code that an error passed through, each with its place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [x for x in frames if "site-packages" not in x.filename]
+    return [
+        f"{_place(x.filename)}, line {x.lineno}: {x.line}"
+        for x in frames
+        if not x.filename.startswith(_OTHERS)
+    ]
 
 
 def _place(filename: str) -> str:
@@ -114,15 +118,17 @@ class MemoryFullError(_Sentence, RuntimeError):
 
 def is_exhausted(error: BaseException) -> bool:
     """True for an error of XLA's that says a device had no memory left."""
-    return "RESOURCE_EXHAUSTED" in str(error) and not hasattr(error, "exit_code")
+    is_xlas = any(x.__name__ == "JaxRuntimeError" for x in type(error).__mro__)
+    return is_xlas and "RESOURCE_EXHAUSTED" in str(error)  # gRPC has it of quotas.
 
 
 def memory_full(error: BaseException) -> MemoryFullError | None:
-    """Sentence of such an error; None for another."""
+    """Sentence of such an error, with the user's last line; None for another."""
     if not is_exhausted(error):
         return None
     reason = str(error).strip().split("\n")[0][:200]
-    return MemoryFullError(f"the memory of a device was full: {reason}")
+    lines = [f" ({x})" for x in _users_lines(error)[-1:]]
+    return MemoryFullError(f"the memory of a device was full: {reason}{''.join(lines)}")
 
 
 class StorageError(_Sentence, RuntimeError):

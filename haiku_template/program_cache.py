@@ -36,7 +36,6 @@ def use() -> None:
         jax.config.update(SECONDS, 0.0)
 
 
-@functools.cache  # Once.
 def _write_at_once() -> None:  # Why: docs/decisions/patches.md#cache-entries
     """Lets JAX rename entries into its cache: a killed process leaves none in part."""
     try:
@@ -45,6 +44,8 @@ def _write_at_once() -> None:  # Why: docs/decisions/patches.md#cache-entries
         put = LRUCache.put
     except (ImportError, AttributeError):
         return  # A JAX without the name writes as it does.
+    if hasattr(put, "__wrapped__"):  # Also before this module was reloaded.
+        return
 
     @functools.wraps(put)
     def put_at_once(cache: Any, key: str, value: bytes) -> None:

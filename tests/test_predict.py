@@ -18,7 +18,12 @@ from PIL import Image
 
 from haiku_template.config import default_config
 from haiku_template.data import BatchSpec, Data, Split, dataset, from_split
-from haiku_template.data.examples import as_dataset, as_labelled, read_examples
+from haiku_template.data.examples import (
+    Examples,
+    as_dataset,
+    as_labelled,
+    read_examples,
+)
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import mlp
@@ -643,3 +648,10 @@ def test_new_texts_need_no_label_and_get_their_class_s_name(
         json.loads(line)["labels"] for line in capsys.readouterr().out.splitlines()
     ]
     assert shown == ["praise"] * 8 + ["blame"] * 8
+    batch = one.dataset.batch(0) | {"labels": np.array([-1])}
+    print_predictions(run, Examples(as_dataset(batch, data, 4)))
+    batch = {k: np.concatenate([x, x]) for k, x in batch["inputs"].items()}
+    batch = {"inputs": batch, "labels": np.array([-1, 0])}
+    print_predictions(run, Examples(as_dataset(batch, data, 4)))
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [x["labels"] for x in lines] == [-1, -1, "blame"]

@@ -546,6 +546,13 @@ def test_the_home_of_no_user_is_a_folder_that_is_not_there(name):
         READERS[name]()
 
 
+def test_a_mirror_in_the_home_of_no_user_is_refused(tmp_path):
+    flags = ["--config=digits", "--workdir=run", "--device=cpu"]
+    done = run_command("train", *flags, f"--config.mirror={USER}", cwd=tmp_path)
+    assert_sentence(done, f"config.mirror={USER}: there is no such user")
+    assert not [*tmp_path.glob("~*")]
+
+
 def test_a_variable_with_a_value_that_jax_refuses_is_one_sentence(tmp_path):
     flags = ["--config=digits", "--workdir=run", "--device=cpu"]
     done = run_command("train", *flags, cwd=tmp_path, JAX_TRANSFER_GUARD="no")

@@ -12,12 +12,14 @@ import time
 
 import pytest
 from ml_collections import config_dict
+from rich.console import Console
 
 from configs import digits
 from haiku_template import combinations as sweep
 from haiku_template import config as configs
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
+from haiku_template.reporting.display import table
 from haiku_template.runs import comparison, start
 from haiku_template.storage import read
 from haiku_template.storage import workdir as workdirs
@@ -97,6 +99,7 @@ def test_a_sweep_of_which_nothing_begins_says_so(tmp_path):
 MEMBERS = """
 import sys
 from pathlib import Path
+from jax.errors import JaxRuntimeError
 from configs import digits
 from haiku_template import cli, errors, sweep
 from haiku_template.runs import start
@@ -104,7 +107,7 @@ from haiku_template.runs import start
 def run(config, devices, workdir):
     print("began", config.seed)
     if config.seed == 1:
-        kind = getattr(errors, sys.argv[1], RuntimeError)
+        kind = getattr(errors, sys.argv[1], JaxRuntimeError)
         raise kind("RESOURCE_EXHAUSTED: one's own")
 
 cli.device_manager = lambda: None
@@ -285,6 +288,8 @@ def test_a_narrow_terminal_gets_lines_with_the_runs_names(
     run_with(30, [0.2, 0.3])
     runs = comparison.summarize_runs(tmp_path)
     monkeypatch.setenv("COLUMNS", str(width))
+    Console().print(table("", "abc", [("name", "", "last")]))  # An empty cell is told.
+    assert "name  -  last" in capsys.readouterr().out or width > 16
     comparison.show(tmp_path, runs)
     row = f"{runs[0].name}0.320{runs[0].state}"
     assert row in "".join(capsys.readouterr().out.split())
@@ -517,6 +522,12 @@ def test_words_that_look_like_flags_are_told_to_be_keys(tmp_path, words, sentenc
     done = sweep_in(tmp_path, *words)
     assert done.returncode == 64 and done.stderr.startswith("error: "), done.stderr
     assert sentence in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--devcie=cpu", "--parallel=x"])
+def test_other_mistakes_of_a_sweep_are_told_nothing_of_keys(tmp_path, flag):
+    done = sweep_in(tmp_path, flag, "seed=0,1")
+    assert done.returncode == 64 and "keys of a sweep" not in done.stderr, done.stderr
 
 
 def test_keys_that_refer_to_a_swept_one_follow_it_as_they_follow_a_flag(tmp_path):

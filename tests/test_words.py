@@ -256,6 +256,13 @@ def test_help_lists_the_keys_of_the_data_that_the_config_leaves_out(command):
     assert lines == sorted(lines) and "--config.data.name=bytes" in lines
 
 
+def test_help_of_a_config_without_data_lists_its_keys(command, tmp_path):
+    text = "import ml_collections as ml\nget_config = lambda: ml.ConfigDict({'a': 3})"
+    (tmp_path / "own.py").write_text(text)
+    shown = command("train", f"--config={tmp_path / 'own.py'}", "--help").stdout
+    assert "--config.a=3" in shown and "--device" in shown
+
+
 def test_parts_of_others_are_sentences(tmp_path):
     x, y = np.zeros((16, 3), np.float32), np.zeros(16, np.int32)
     split = Split(x, y, x, y)

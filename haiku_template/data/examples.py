@@ -122,7 +122,8 @@ def as_dataset(
     for place, shapes in enumerate(map(each_shape, sets)):
         leaves, like = _side_by_side(arrays, shapes[0], whole_batch)
         if leaves_by_path(like).keys() == leaves.keys():
-            several = place > 0 or len(shapes) > 1
+            is_packed = place > 0 and getattr(data.train, "any_length", False)
+            several = is_packed or len(shapes) > 1
             break
     else:
         like = each_shape(data.train)[0]

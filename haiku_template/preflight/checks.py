@@ -130,11 +130,12 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         raise
     except Exception:  # A derived metric may refuse these made-up numbers.
         known = summarize(numbers, lambda *_: {})
-        if best_metric not in (known := _with_sets(known, sets)):
+        known = _with_sets(known, sets)
+        meant = "" if best_metric in known else near(best_metric, known, cutoff=0.8)
+        if meant:
             logger.warning(
-                f"best_metric={best_metric} is none of {', '.join(known)}"
-                f"{near(best_metric, known)}; if it is no derived metric either, which "
-                "the first evaluation tells, no checkpoint is the best"
+                f"best_metric={best_metric} is none of {', '.join(known)}{meant}; "
+                "unless it is a derived metric, no checkpoint is the best"
             )
         return
     names = _with_sets(names, sets) if sets else names

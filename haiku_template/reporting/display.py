@@ -288,7 +288,7 @@ class Grid(Table):
         if 1 + sum(3 + x for x in least) <= args[-1].max_width:
             yield from super().__rich_console__(*args)
             return
-        rows = ["  ".join(filter(None, x)) for x in zip(*columns, strict=True)]
+        rows = ["  ".join(y or "-" for y in x) for x in zip(*columns, strict=True)]
         yield Text("\n".join(filter(None, (self.title, *rows, self.caption))))
 
 

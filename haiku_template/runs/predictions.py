@@ -134,7 +134,7 @@ def print_predictions(run: Run, examples: Any = None) -> None:
                 batch["probability"] = (1 / shares.sum(axis=1)).round(4)
             if "class" in batch and "labels" in batch and names:
                 labels = batch["labels"].tolist()  # Perhaps of no class.
-                batch["labels"] = np.array([names.get(x, x) for x in labels])
+                batch["labels"] = np.array([names.get(x, x) for x in labels], object)
             _check_printable(batch)
             sys.stdout.writelines(map(json_line, _rows(batch)))
 
@@ -159,7 +159,7 @@ def json_line(example: Any) -> str:
 
 def _rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for i in range(num_rows(batch)):
-        yield jax.tree.map(lambda x, i=i: x[i].tolist(), batch)
+        yield jax.tree.map(lambda x, i=i: np.asarray(x[i]).tolist(), batch)
 
 
 def _batches(run: Run, examples: Any) -> Iterator[dict[str, Any]]:

@@ -102,7 +102,7 @@ def open_checkpoints(
     if mirror:  # An empty one is none.
         from haiku_template.storage.mirror import Mirror
 
-        checkpoints.mirror = Mirror(Path(workdir), at_home(mirror), run)
+        checkpoints.mirror = Mirror(Path(workdir), _folder_of(mirror), run)
     return checkpoints
 
 
@@ -113,9 +113,15 @@ def brought_back(trainer: Trainer, workdir: Any, mirror: Any, config: Any) -> Pa
 
         processes = trainer.devices.processes
         if processes.index == 0:
-            bring_back(Path(workdir), at_home(mirror), config)
+            bring_back(Path(workdir), _folder_of(mirror), config)
         processes.first(None)  # All wait for it.
     return workdirs.own(workdir)
+
+
+def _folder_of(mirror: str) -> Path:
+    if str(folder := at_home(mirror)).startswith("~"):  # It would be made here.
+        raise ConfigError(f"config.mirror={mirror}: there is no such user")
+    return folder
 
 
 def restored_or_first(

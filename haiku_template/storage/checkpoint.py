@@ -621,7 +621,6 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     return step
 
 
-@functools.cache  # Once.
 def _add_checksums() -> None:  # Why: docs/decisions/patches.md#crc32c
     """Lets Orbax write a CRC-32C of each chunk, which every reader compares."""
     try:
@@ -630,6 +629,8 @@ def _add_checksums() -> None:  # Why: docs/decisions/patches.md#crc32c
         build = tensorstore_utils._build_zarr3_metadata
     except (ImportError, AttributeError):
         return  # An Orbax without the name: the digests remain.
+    if hasattr(build, "__wrapped__"):  # Also before this module was reloaded.
+        return
 
     @functools.wraps(build)
     def with_checksum(*args: Any, **options: Any) -> dict[str, Any]:

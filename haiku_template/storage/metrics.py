@@ -36,7 +36,8 @@ class MetricsWriter:  # Why: docs/decisions/storage.md#metrics
     """Writes metrics.jsonl and TensorBoard events; called with a step and its metrics.
 
     A run that resumes from step `start` (0 for a new one) removes the lines after it,
-    so that the file is the same as if it had never stopped. A write error is logged
+    so that the file is the same as if it had never stopped; one that stopped early,
+    and goes on, keeps the line of the step that was its last. A write error is logged
     once, and ends no run.
     """
 

@@ -45,19 +45,20 @@ class StagedBatch(NamedTuple):  # Why: docs/decisions/house.md#staged-batch
 
 
 class Batches(contextlib.AbstractContextManager):
-    """Context of an iterator; a loop over the context enters and leaves it."""
+    """Context of an iterator, which `make` makes; each loop over it has its own."""
 
-    def __init__(self, context: contextlib.AbstractContextManager) -> None:
-        self._context = context
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager]) -> None:
+        self._make = make
 
     def __enter__(self) -> Iterator[Any]:
+        self._context = self._make()
         return self._context.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._context.__exit__(*error)
 
     def __iter__(self) -> Iterator[Any]:
-        with self as batches:
+        with self._make() as batches:
             yield from batches
 
 

@@ -63,7 +63,9 @@ def compile_exact(
         results = feed.gathering(_share_gradients(recipe, share))(*args)
         return jax.tree.map(lambda x: x[None], results)
 
-    def exact_update(state: TrainState, results: list[Any]) -> tuple[Any, Scalars]:
+    def exact_update(
+        state: TrainState, results: list[Any]
+    ) -> tuple[TrainState, Scalars]:
         new, scalars = update(state, _averages(recipe, state, results))
         return new, pack(scalars)
 

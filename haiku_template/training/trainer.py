@@ -212,9 +212,9 @@ class Trainer:
         """Context of the batches of steps `start` to `stop - 1`, put ahead of them.
 
         `with trainer.batches(0, 10) as batches`: its exit ends the thread. So does the
-        end of a loop over the context itself.
+        end of a loop over the context itself, each of which begins at `start`.
         """
-        return Batches(self.feed.batches(start, stop))
+        return Batches(lambda: self.feed.batches(start, stop))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Makes one update; returns the new state and the step's scalars.

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import marshal
+import shlex
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ python -c "import json, sys; [print(json.dumps({{'prompt': \
 ''.join('{{role}}: {{content}}\\n'.format(**x) for x in chat[:-1]) + 'assistant:', \
 'completion': ' ' + chat[-1]['content']}})) \
 for x in sys.stdin for chat in [json.loads(x)['{name}']]]" \
-< {path} > texts.jsonl"""
+< {path} > {texts}"""
 data_file = functools.partial(
     data_path, name="jsonl", description="a file of JSON-lines, .csv or .parquet"
 )
@@ -250,7 +251,8 @@ def _values(row: Row, columns: Columns, labels: str) -> tuple:
         is_empty = is_label and value == ""
         if not isinstance(value, types) or isinstance(value, bool) or is_empty:
             shown = json.dumps(value, default=str) + f"; {need} is needed"
-            raise ConfigError(f"{where} has {name}={shown}{_of_chats(row)}")
+            chats = _of_chats(row) * (labels == "tokens")
+            raise ConfigError(f"{where} has {name}={shown}{chats}")
     if labels == "tokens":
         return values[columns.prompt] if columns.prompt else "", values[names[-1]]
     pair = values[columns.text_pair] if columns.text_pair else None
@@ -262,8 +264,11 @@ def _of_chats(row: Row) -> str:
     """Says how chats become prompts with completions; "" for a row that has none."""
     for name, value in row.values.items():
         first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, dict) and first.keys() >= {"role", "content"}:
-            return CHATS.format(name=name, path=row.path)
+        is_chat = isinstance(first, dict) and first.keys() >= {"role", "content"}
+        if is_chat and name.isidentifier():  # Others need quotes of the shell's.
+            path = Path(row.path)
+            texts = shlex.quote(str(path.with_name(f"{path.stem}.texts.jsonl")))
+            return CHATS.format(name=name, path=shlex.quote(str(path)), texts=texts)
     return ""
 
 

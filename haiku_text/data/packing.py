@@ -5,6 +5,7 @@ Shapes: N examples in the set, B windows in one batch over all processes, T toke
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class PackedDataset:
     examples: Completions
     context: int
     spec: BatchSpec
+    any_length: ClassVar[bool] = True  # Have examples; the windows have one.
 
     def __post_init__(self) -> None:
         self.spec.check(13 * self.context)

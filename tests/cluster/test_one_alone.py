@@ -11,12 +11,13 @@ from tests.cluster.test_several import ENVIRONMENT, ROOT, SHORT, by_hand
 pytestmark = pytest.mark.cluster
 SHARDED = "(('*','data'),)"
 FULL = """
+from jax.errors import JaxRuntimeError
 from haiku_template.runs.guards import Guards
 note, calls = Guards.note, []
 def full(*args):
     calls.append(args)
     if index == 1 and len(calls) == 3:
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     return note(*args)
 Guards.note = full
 """
@@ -41,11 +42,12 @@ bounded.read_json = stale
 """
 GATHERS = """
 import sys
+from jax.errors import JaxRuntimeError
 from haiku_template.devices import DeviceManager
 gather = DeviceManager.gather
 def fails(self, tree):
     if index == 1 and sys._getframe(1).f_code.co_name == "look":
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     return gather(self, tree)
 DeviceManager.gather = fails
 """

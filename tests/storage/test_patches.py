@@ -20,6 +20,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from haiku_template.errors import StorageError
 from haiku_template.storage import failures
 from haiku_template.storage.checkpoint import Checkpoints
+from tests.runs import ROOT
 
 
 def empty_half(file):
@@ -126,6 +127,29 @@ def test_chunks_of_all_arrays_carry_a_checksum(tmp_path):
         checkpoints.save(1, state, None)
     names = ["bytes", "zstd", "crc32c"]
     assert codecs(tmp_path / "1") == {"a/zarr.json": names, "b.c/zarr.json": names}
+
+
+RELOADS = """
+import importlib
+from haiku_template import program_cache
+from haiku_template.storage import checkpoint
+from jax._src.lru_cache import LRUCache
+from orbax.checkpoint._src.serialization import tensorstore_utils as utils
+
+def patched():
+    checkpoint._add_checksums()
+    program_cache._write_at_once()
+    return utils._build_zarr3_metadata, LRUCache.put
+
+before = patched()
+importlib.reload(checkpoint), importlib.reload(program_cache)
+assert patched() == before
+"""
+
+
+def test_modules_that_are_reloaded_patch_nothing_twice():
+    """As IPython's %autoreload does: chunks had two checksums."""
+    subprocess.run([sys.executable, "-c", RELOADS], check=True, cwd=ROOT)
 
 
 def test_orbax_still_needs_to_be_told_of_checksums():

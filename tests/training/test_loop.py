@@ -571,7 +571,9 @@ def test_a_metric_that_is_not_measured_is_named_before_step_0(tmp_path, asked):
     assert caught.value.exit_code == 64 and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name, warns", [("acuracy", True), ("accuracy", False)])
+@pytest.mark.parametrize(
+    "name, warns", [("acuracy", True), ("accuracy", False), ("median", False)]
+)
 def test_a_metric_that_may_be_derived_is_warned_of_before_step_0(caplog, name, warns):
     def derive(averages, counts):
         raise ValueError("a median of made-up numbers")

@@ -75,6 +75,10 @@ def test_a_loop_over_batches_without_a_with_ends_their_thread(one_device):
         assert threading.active_count() == before + 1
         break
     assert threading.active_count() == before
+    batches = trainer.batches(0, 3)  # Each loop has its own, from the first step on.
+    with batches as outer:
+        assert len([*batches]) == len([*batches]) == len([*outer]) == 3
+    assert threading.active_count() == before
 
 
 def losses(workdir):

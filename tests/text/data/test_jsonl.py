@@ -288,18 +288,24 @@ def test_chats_are_told_what_makes_texts_of_them(tmp_path, monkeypatch, columns)
         for n in (1, 2, 3)
     ]
     monkeypatch.chdir(tmp_path)
-    path = write(Path("chats.jsonl"), [{"id": "a", "talk": x} for x in chats])
+    path = write(Path("my chats.jsonl"), [{"id": "a", "talk": x} for x in chats])
     with pytest.raises(ConfigError, match="is needed|needs ") as refused:
         jsonl(LANGUAGE, path=path, **columns)
     command = str(refused.value).partition("writes: python")[2]
     subprocess.run(f"'{sys.executable}'{command}", shell=True, check=True)
-    rows = [json.loads(line) for line in Path("texts.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in Path("my chats.texts.jsonl").read_text().splitlines()
+    ]
     assert rows[0] == {
         "prompt": "user: user 1\nassistant:",
         "completion": " assistant 1",
     }
     assert len(rows) == 3 and rows[2]["prompt"].count("\n") == 5
-    jsonl(LANGUAGE, path="texts.jsonl")
+    jsonl(LANGUAGE, path="my chats.texts.jsonl")
+    with pytest.raises(ConfigError) as refused:  # A classifier needs labels.
+        jsonl(CLASSIFICATION, path=path, text="talk", label="id")
+    assert "chats are read" not in str(refused.value)
 
 
 def test_other_mistakes_are_refused(tmp_path, labelled):
