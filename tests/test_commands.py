@@ -439,7 +439,7 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, flags, code, wor
         (["--config.model.remat=(*/lin*)"], ["model.remat=(*/lin*) cannot be read"]),
         (["--config.model.name=:f"], ["':f' cannot be imported"]),
         (["--config.model.width=100000000000"], ["TiB", "mlp/~/linear_1"]),
-        (["--config.batch_size=2000000000"], ["batch of 2000000000", "bytes"]),
+        (["--config.batch_size=2000000000"], ["batch of 2,000,000,000", "bytes"]),
     ],
 )
 def test_a_mistake_that_the_parts_find_is_one_sentence(tmp_path, flags, words):
