@@ -29,10 +29,12 @@ DTYPES |= {f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)}
 
 
 def limit_memory(size: int) -> None:
-    """Limits this process to little more than the bytes of the file it reads."""
-    used = re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())
-    most = int(used[1]) * 1024 + 3 * size + ROOM
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    """Limits this process to little more than the bytes of what it reads."""
+    with contextlib.suppress(OSError, ValueError):  # Only Linux says what it uses.
+        used = re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())
+        most = int(used[1]) * 1024 + 3 * size + ROOM
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)  # It may grow again.
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def limit_time(size: int) -> None:
@@ -102,15 +104,16 @@ def are_equal(rows: np.ndarray) -> bool:
 def main(source: str, output: str, key: str, unreplicate: str = "") -> dict[str, Any]:
     """Converts a file; returns what was written, or what is wrong."""
     path, target = Path(source), Path(output)
-    with contextlib.suppress(OSError, ValueError):  # Only Linux says what it uses.
-        limit_memory(path.stat().st_size)
+    limit_memory(path.stat().st_size)
     with TemporaryDirectory(dir=target.parent) as scratch:
         try:
-            tree = files.load(path, Path(scratch))
+            tree = files.load(path, Path(scratch), limit_memory)
             arrays, chosen_key, other_keys = trees.choose(tree, key or None)
             if unreplicate == str(True):
                 arrays = {name: first_replica(name, x) for name, x in arrays.items()}
-            size = write(target, arrays, 4 * path.stat().st_size + files.ALWAYS)
+            read = [path, *Path(scratch).iterdir()]
+            most = 4 * sum(file.stat().st_size for file in read) + files.ALWAYS
+            size = write(target, arrays, most)
         except ConfigError as error:
             return {"refused": printable(str(error))}
         except MemoryError:

@@ -30,16 +30,20 @@ DAMAGE += (zipfile.BadZipFile, ValueError, RuntimeError)
 HEADER_DAMAGE = (ValueError, LookupError, TypeError, EOFError)
 HEADER_DAMAGE += (SyntaxError, tokenize.TokenError)
 ARCHIVE, ARRAY = b"PK\3\4", b"\x93NUMPY"
+Limit = Callable[[int], None]
 REFUSED = {
     b"\x04\x22\x4d\x18": "compressed with LZ4",
     b"ZF": "a file of joblib before 0.10",
 }
 
 
-def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
+def load(
+    path: Path, scratch: Path, limit: Limit = lambda _: None, is_inside: bool = False
+) -> Any:
     """Reads the tree in a file; what is compressed is decompressed into `scratch`.
 
-    Inside of such a file, nothing is compressed again.
+    Inside of such a file, nothing is compressed again. `limit` is told its bytes before
+    it is read.
 
     Returns:
       Containers, numbers and text; each array is an `Array`.
@@ -55,11 +59,11 @@ def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
     room = max(ALWAYS, MOST_TIMES * path.stat().st_size)
     try:
         if begin.startswith(ARCHIVE):
-            return _load_archive(path, scratch, room)
+            return _load_archive(path, scratch, limit, room)
         for magic, pieces in COMPRESSED.items():
             if begin.startswith(magic):
                 with path.open("rb") as file:
-                    _copy(pieces(file), scratch / "inflated", room)
+                    limit(_copy(pieces(file), scratch / "inflated", room))
                 return load(scratch / "inflated", scratch, is_inside=True)
     except ConfigError:
         raise
@@ -74,17 +78,20 @@ def load(path: Path, scratch: Path, is_inside: bool = False) -> Any:
     return pickles.load(path)
 
 
-def _load_archive(path: Path, scratch: Path, room: int) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def _load_archive(
+    path: Path, scratch: Path, limit: Limit, room: int
+) -> dict[str, Any]:
+    size, by_name = 0, {}
     with zipfile.ZipFile(path) as archive:
         for i, info in enumerate(archive.infolist()):
             with archive.open(info) as file:
-                room -= _copy(_pieces(file), scratch / f"{i}.npy", room)
+                size += _copy(_pieces(file), scratch / f"{i}.npy", room - size)
             name = info.filename.removesuffix(".npy")
-            if name in tree:
+            if name in by_name:
                 raise ConfigError(f"it holds {name} twice")
-            tree[name] = load(scratch / f"{i}.npy", scratch, is_inside=True)
-    return tree
+            by_name[name] = scratch / f"{i}.npy"
+    limit(size)
+    return {name: load(x, scratch, is_inside=True) for name, x in by_name.items()}
 
 
 def _load_array(path: Path) -> Any:

@@ -186,7 +186,7 @@ class _Run(NamedTuple):
         """
         minutes = self.watchdog_minutes
         watched = self.signals.watched(self, minutes) if minutes else nullcontext(self)
-        self.signals.bytes = sum(x.nbytes for x in jax.tree.leaves(state.saved()))
+        self.signals.measure(state.saved())
         with watched as run, closing(self.guards):
             with self.trainer.devices.explicit_transfers(), self.signals.saving(self):
                 state, last = run._loop(state, start, stop)

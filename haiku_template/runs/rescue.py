@@ -49,7 +49,7 @@ class RescuedRun:
     @property
     def seconds(self) -> float:
         """Those to write the state on a slow disk."""
-        return self._stop.bytes / stopping.WRITTEN_BYTES
+        return self._stop.seconds
 
     @property
     def _step(self) -> int:

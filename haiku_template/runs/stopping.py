@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import jax
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 PYTHONS = signal.default_int_handler
 OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 # Seconds from a signal to a forced end: so many, or some of the longest calls so far,
-# and those to write the state at so many bytes a second.
+# and those to write the state, and one that is being written, at so many bytes a second.
 FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
+LEAF_BYTES = 2e5  # Of which writing takes as long as an array, however small.
 AGREED = 3  # Times as long until several processes have agreed on a step.
 # Errors of a state, of saving it, and of one that is saved.
 UNSAVED = errors.NonFiniteError, errors.ReplayError, errors.ReplicaError
@@ -85,7 +87,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._calls, self._previous = 0, {}
         self.save: Callable[[], int | None] | None = lambda: None
-        self.lock, self.bytes = threading.RLock(), 0  # Of the state.
+        self.lock, self.bytes = threading.RLock(), 0.0  # Of the state.
         self.latest: Any = None  # Steps, state and scalars of the last call.
         self.evaluated: tuple[int, Any] = 0, None  # Step and metrics of the last.
         self.unlogged = contextlib.ExitStack()  # Lines of metrics that are to come.
@@ -176,9 +178,19 @@ class StopSignals:
         """Starts the timers that save in place of the loop, and that end the run."""
         self._start_timer(patience, self._rescue, reason, code)
         seconds = max(FORCE_SECONDS, 2 * CALLS * self._longest)
-        seconds += self.bytes / WRITTEN_BYTES
+        writes = 4 if self.run and self.run.checkpoints.mirror else 2  # It has copies.
+        seconds += writes * self.seconds
         sentence = f"{reason}, and {LATE.format(seconds)}"
         self._start_timer(seconds, self._force, sentence, code)
+
+    def measure(self, state: Any) -> None:
+        """Measures the state that is to be saved, by which its saves have their time."""
+        self.bytes = sum(x.nbytes + LEAF_BYTES for x in jax.tree.leaves(state))
+
+    @property
+    def seconds(self) -> float:
+        """Those to write the state on a slow disk."""
+        return self.bytes / WRITTEN_BYTES
 
     def _start_timer(self, seconds: float, call: Callable, *args: Any) -> None:
         timer = threading.Timer(seconds, call, args)

@@ -26,12 +26,18 @@ class Watchdog:
     """Clock of the loop's work, by kind, which the thread of signals looks at.
 
     `end(sentence)` is called once, when neither the loop nor `progress()` has changed
-    for longer than `floor` seconds and `TIMES` the median of the work that it is in.
+    for longer than `floor` seconds and `TIMES` the median of the work that it is in. A
+    save, which waits for the one before, may take `saving` seconds more.
     """
 
     def __init__(
-        self, floor: float, progress: Callable[[], Any], end: Callable[[str], None]
+        self,
+        floor: float,
+        progress: Callable[[], Any],
+        end: Callable[[str], None],
+        saving: float = 0.0,
     ) -> None:
+        self._saving = saving
         self._floor, self._progress, self._end = floor, progress, end
         self._seconds: dict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=REMEMBERED)
@@ -64,9 +70,10 @@ class Watchdog:
 
     def limit(self, kind: str) -> float:
         """Seconds without progress after which such work hangs."""
+        floor = self._floor + self._saving * (kind == SAVE)
         if not self._seconds[kind]:
-            return FIRST_TIMES * self._floor
-        return max(self._floor, TIMES * statistics.median(self._seconds[kind]))
+            return max(FIRST_TIMES * self._floor, floor)
+        return max(floor, TIMES * statistics.median(self._seconds[kind]))
 
     def look(self) -> None:
         """Adds a second of the thread that looks, or starts anew after progress.
@@ -98,7 +105,8 @@ def watched(run: Any, minutes: float) -> Iterator[Any]:
         fault += f"all threads are in {run.workdir / STACKS}"
         run.signals.end_in_time(0.0, fault, signals.STALLED)
 
-    watchdog = Watchdog(60 * minutes, run.trainer.devices.ledger.totals, end)
+    progress, saving = run.trainer.devices.ledger.totals, 2 * run.signals.seconds
+    watchdog = Watchdog(60 * minutes, progress, end, saving)
     trainer, timed = copy.copy(run.trainer), watchdog.timed
 
     @contextlib.contextmanager

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 NAMES = (workdirs.RUN, workdirs.CONFIG, workdirs.PROGRAM, workdirs.BASE)
 MOST_BYTES = 2**24  # Of each of them.
 PARTIAL = f".{workdirs.METRICS}.copied"
-CLOSING_SECONDS = 600.0  # At the end of a run, for a copy that is under way.
+# At the end of a run, for copies of what is small; and bytes of others in a second.
+CLOSING_SECONDS, COPIED_BYTES = 600.0, 20e6
 
 
 class Mirror:
@@ -63,11 +64,15 @@ class Mirror:
             _copy_or_warn(self.folder / workdirs.CHECKPOINTS, target, step)
 
     def close(self) -> None:
-        """Waits for the copies; warns after `CLOSING_SECONDS`."""
+        """Waits for the copies, as long as a slow disk may need; then warns."""
         if self._thread is not None:
-            self._thread.join(CLOSING_SECONDS)
+            files = (self._workdir / workdirs.CHECKPOINTS).rglob("*")
+            size = sum(x.stat().st_size for x in files if is_file(x))
+            seconds = CLOSING_SECONDS + size / COPIED_BYTES
+            self._thread.join(seconds)
             if self._thread.is_alive():
-                logger.warning("%s is not up to date: copying takes long", self.folder)
+                fact = f"copying takes more than {seconds:.0f} s"
+                logger.warning("%s is not up to date: %s", self.folder, fact)
             else:
                 self._copy()  # What an update asked for as the thread ended.
         self.checkpoints.close()
