@@ -6,7 +6,8 @@ The command is started so many times with --coordinator_address, --num_processes
 --process_id. `--processes=per_device` starts one for each NVIDIA card, which sees that
 one alone; a number divides no cards. SIGTERM, SIGHUP, SIGINT or SIGUSR1 to the
 launcher, and its own end by kill -9, are SIGTERM for all processes. When one ends with
-an error, the others get SIGTERM, and 300 s later, for a save to end, SIGKILL.
+an error, the others get SIGTERM, and SIGKILL once no save in --workdir has gone on for
+300 s.
 
 `--restarts=3` then starts all of them again, up to three times an hour: if the first
 was ended by a signal, or with 69 (a device or a process lost), 71 (replicas differ),
@@ -33,7 +34,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-LEAVE_SECONDS, LONGEST_PAUSE, SMI_SECONDS = 300.0, 60, 30.0
+# Without a byte more of a save, once one failed; and for nvidia-smi: many cards, or a
+# driver that starts for it, take a minute.
+LEAVE_SECONDS, LONGEST_PAUSE, SMI_SECONDS = 300.0, 60, 300.0
 LOST, STOPPED = 69, 75
 MENDABLE = {1, LOST, 71, 76}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
@@ -51,21 +54,23 @@ def free_port() -> int:
 
 def visible_cards() -> list[str]:
     """Names of the cards here, as CUDA_VISIBLE_DEVICES has them; ends without any."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible, where = os.environ.get("CUDA_VISIBLE_DEVICES"), "nvidia-smi"
     if visible is not None:  # CUDA reads it up to the first that is none.
+        where = f"CUDA_VISIBLE_DEVICES={visible}"
         names = [name.strip() for name in visible.split(",")]
         cards = [*itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, names)]
     else:
         listed = ""
         if shutil.which("nvidia-smi"):
             command = ["nvidia-smi", "--list-gpus"]
-            with contextlib.suppress(subprocess.TimeoutExpired):  # A driver may hang.
+            try:
                 listed = subprocess.run(
                     command, stdout=subprocess.PIPE, text=True, timeout=SMI_SECONDS
                 ).stdout
+            except subprocess.TimeoutExpired:  # A driver may hang.
+                where += f", which gave no answer within {SMI_SECONDS:g} s"
         cards = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)", listed, re.M)
     if not cards:
-        where = "nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES={visible}"
         say(
             "error: --processes=per_device needs NVIDIA cards, and there are none by "
             f"{where}; --processes=2 starts two processes without"
@@ -79,13 +84,27 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
+def checkpoints(command: list[str]) -> Path | None:
+    """Folder of checkpoints in the command's --workdir; None without a workdir."""
+    found = re.findall(r"\0--?workdir[=\0]([^\0]+)", "\0".join(command))
+    return Path(found[-1], "checkpoints") if found else None
+
+
 def newest_step(command: list[str]) -> int | None:
     """Newest step in the command's --workdir, -1 for none; None without a workdir."""
-    text = "\0".join(command)
-    if not (found := re.findall(r"\0--?workdir[=\0]([^\0]+)", text)):
+    if (folder := checkpoints(command)) is None:
         return None
-    names = [path.name for path in Path(found[-1], "checkpoints").glob("*")]
+    names = [path.name for path in folder.glob("*")]
     return max((int(name) for name in names if name.isdecimal()), default=-1)
+
+
+def written(command: list[str]) -> list[tuple[str, int]]:
+    """Files of saves that are under way, and their bytes."""
+    folder = checkpoints(command)
+    with contextlib.suppress(OSError):  # One may end meanwhile.
+        files = folder.glob("*.orbax-checkpoint-tmp*/**/*") if folder else ()
+        return sorted((str(path), path.stat().st_size) for path in files)
+    return [("", time.monotonic_ns())]
 
 
 def tied(parent: int) -> Callable[[], None]:
@@ -117,12 +136,12 @@ def start(
         running.append(subprocess.Popen(whole, env=environ, preexec_fn=tie))
 
 
-def wait(running: list[subprocess.Popen]) -> tuple[int, int]:
-    """Waits for all; ends the others once one failed.
+def wait(running: list[subprocess.Popen], command: list[str]) -> tuple[int, int]:
+    """Waits for all; ends the others once one failed, but not while they save.
 
     Returns the number of the first that failed, and its exit code; 0 for none.
     """
-    first, deadline, alive = (0, 0), None, True
+    first, deadline, alive, before = (0, 0), None, True, []
     while alive:
         time.sleep(0.1)
         alive = None in [process.poll() for process in running]
@@ -134,6 +153,9 @@ def wait(running: list[subprocess.Popen]) -> tuple[int, int]:
             for process in running:
                 process.terminate()
         if deadline is not None and time.monotonic() > deadline:
+            if (now := written(command)) != before:
+                before, deadline = now, time.monotonic() + LEAVE_SECONDS
+                continue
             for process in running:
                 process.kill()
     index, code = first
@@ -169,7 +191,7 @@ def run(command: list[str], cards: list[str | None], restarts: int) -> int:
         start(running, command, cards)
         if stopped.is_set():  # Some were started since.
             stop()
-        index, code = wait(running)
+        index, code = wait(running, command)
         if stopped.is_set() or not restarts or not can_mend(code):
             return code
         after, now = newest_step(command), time.monotonic()

@@ -95,13 +95,19 @@ class Heartbeat:
         self._found.wait(SILENT_SECONDS + BEAT_SECONDS)
         return self.fault
 
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for others: process 0 may write a save, and one before it."""
+        return self.stall_seconds + 2 * self.rescue.seconds
+
     def _beat(self) -> None:
         while time.monotonic() < self._latest:
-            stalled = self.waited() > self.stall_seconds
+            stalled = self.waited() > self._patience
             self.send({"stalled": "all"} if stalled else None)
             if self.index == 0:
                 self._note("process 0", stalled)
-            if self._finished and self.waited() > FINISHED_SECONDS:
+            since = time.time() - max(self._finished.values(), default=math.inf)
+            if min(since, self.waited()) > FINISHED_SECONDS:
                 identity.run(self._lose, self._finish())
             time.sleep(BEAT_SECONDS)
         os._exit(self.exit_code or self.fault_code)
@@ -119,7 +125,7 @@ class Heartbeat:
         """Sentence for a stalled run: names the processes that do not wait."""
         names = ["process 0", *(peer.name for peer in self.peers)]
         busy = [name for name in names if name not in self._stalled]
-        since = _clock(time.time() - self.stall_seconds)
+        since = _clock(time.time() - self._patience)
         limit = self.limit.format(self.stall_seconds)
         if not busy:
             return (
@@ -129,6 +135,7 @@ class Heartbeat:
         return (
             f"{', '.join(busy)} did not go on, and the others have waited since "
             f"{since}: a main thread hangs, or takes more than {limit}"
+            + f" and {2 * self.rescue.seconds:.0f} for saves" * (self.rescue.seconds > 1)
         )
 
     def _finish(self) -> str:

@@ -38,9 +38,14 @@ class Rescue:
         self.there: dict[Peer | None, int] = {}  # Steps at which they are.
 
     @property
+    def seconds(self) -> float:
+        """Those to write the state on a slow disk; 0 without a run."""
+        return getattr(self.run, "seconds", 0.0)  # It may end now.
+
+    @property
     def _seconds(self) -> float:
         """In which one saves, and in which it looks whether it can."""
-        return SAVE_SECONDS + getattr(self.run, "seconds", 0.0)  # It may end now.
+        return SAVE_SECONDS + self.seconds
 
     def ask(self, reason: str = "", code: int | None = None) -> tuple[int | None, str]:
         """Asks all; the step that is saved then, or None and why there is none.

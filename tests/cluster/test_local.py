@@ -34,9 +34,10 @@ starts=$(wc -l < "$given")
 
 
 def start(folder, script, *options, processes=2, launcher=(str(FILE),), **variables):
+    script = f"cd {folder}\n{NOTE}\n{script}"
     return subprocess.Popen(
         [sys.executable, *launcher, f"--processes={processes}", *options]
-        + ["--", "bash", "-c", f"cd {folder}\n{NOTE}\n{script}", "command"],
+        + ["--", "bash", "-c", script, "command", f"--workdir={folder}"],
         cwd=ROOT,
         env=os.environ | variables,
         stderr=subprocess.PIPE,
@@ -126,6 +127,23 @@ def test_a_stopped_process_does_not_keep_the_others(tmp_path, number):
     assert end(run)[0] == 75
     with pytest.raises(ProcessLookupError):
         os.kill(stopped, 0)
+
+
+@pytest.mark.parametrize("pieces", [15, 1])
+def test_a_save_that_goes_on_is_waited_for(tmp_path, pieces):
+    """For as long as it grows, after another process has failed."""
+    script = f"""
+    [ $given = 0 ] && exit 3
+    trap : TERM
+    mkdir -p checkpoints/7.orbax-checkpoint-tmp
+    for piece in $(seq {pieces}); do
+      echo piece >> checkpoints/7.orbax-checkpoint-tmp/state
+      sleep 0.3
+    done
+    while [ {pieces} = 1 ]; do sleep 0.05; done
+    mv checkpoints/7.orbax-checkpoint-tmp checkpoints/7"""
+    assert end(start(tmp_path, script, launcher=("-c", HASTY)))[0] == 3
+    assert (tmp_path / "checkpoints/7").exists() == (pieces > 1)
 
 
 def test_sigterm_between_two_tries_ends_the_launcher(tmp_path):
@@ -284,7 +302,8 @@ def test_a_driver_that_hangs_has_no_cards(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         local.visible_cards()
     assert end.value.code == local.LOST and time.monotonic() - begun < 10
-    assert "there are none by nvidia-smi" in capsys.readouterr().err
+    said = "none by nvidia-smi, which gave no answer within 0.2 s; --processes=2"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--processes=0"], ["--processes=all"], []])
