@@ -73,6 +73,19 @@ def test_each_kind_of_work_has_ten_times_its_own_median(looked, monkeypatch):
     assert limits == [30.0, 5.0, 10.0]
 
 
+def test_a_save_may_take_as_long_as_its_state_needs(looked):
+    """The last one of a run, say, after many that were not waited for."""
+    said = []
+    made = Watchdog(5.0, lambda: 0, said.append, 75.0)
+    signals.LOOKERS.append(made.look)
+    for kind in (SAVE, DATA):
+        made.timed(kind, lambda: None)()
+    made.timed(SAVE, lambda: look(made, 80))()
+    assert not said
+    made.timed(DATA, lambda: look(made, 80))()
+    assert said == ["no progress for 6 s in a wait for data"]
+
+
 def test_what_goes_on_within_a_piece_of_work_is_progress(looked):
     """Batches of a long evaluation, say: the ledger counts them."""
     count = itertools.count()

@@ -106,7 +106,7 @@ class Heartbeat:
             self.send({"stalled": "all"} if stalled else None)
             if self.index == 0:
                 self._note("process 0", stalled)
-            since = time.time() - max(self._finished.values(), default=math.inf)
+            since = time.time() - min(self._finished.values(), default=math.inf)
             if min(since, self.waited()) > FINISHED_SECONDS:
                 identity.run(self._lose, self._finish())
             time.sleep(BEAT_SECONDS)
@@ -135,7 +135,8 @@ class Heartbeat:
         return (
             f"{', '.join(busy)} did not go on, and the others have waited since "
             f"{since}: a main thread hangs, or takes more than {limit}"
-            + f" and {2 * self.rescue.seconds:.0f} for saves" * (self.rescue.seconds > 1)
+            + f" and {2 * self.rescue.seconds:.0f} for saves"
+            * (self.rescue.seconds > 1)
         )
 
     def _finish(self) -> str:

@@ -21,9 +21,9 @@ from haiku_template.errors import ConfigError, DeviceError
 PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "haiku_template")
 # Flags for `join`; all but the last are needed.
 PARAMETERS = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
-# Of JAX, which then aborts; others are slow to import it, or save.
+# Of JAX, which then aborts, also where one of its processes saves.
 # Why: docs/decisions/cluster.md#join-timeout
-PATIENCE_SECONDS = 3600
+PATIENCE_SECONDS = 86_400
 # Words of errors: of JAX's runtime, of collectives, and of those about another process.
 RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
 COLLECTIVES = ("Gloo", "NCCL")  # Why: docs/decisions/cluster.md#failed-collectives

@@ -78,9 +78,7 @@ def load(
     return pickles.load(path)
 
 
-def _load_archive(
-    path: Path, scratch: Path, limit: Limit, room: int
-) -> dict[str, Any]:
+def _load_archive(path: Path, scratch: Path, limit: Limit, room: int) -> dict[str, Any]:
     size, by_name = 0, {}
     with zipfile.ZipFile(path) as archive:
         for i, info in enumerate(archive.infolist()):

@@ -131,6 +131,18 @@ def test_one_that_finished_is_lost_to_one_that_waits_for_it(other):
     assert re.match(words, errors) and errors.count("\n") == 1
 
 
+def test_one_that_ends_its_last_step_a_little_later_is_not_lost(other):
+    """A step that takes longer than a process may wait for one that has finished."""
+    waited = "heart.waited = lambda: 6.0 * (time.monotonic() < latest)"
+    ending = f"latest = time.monotonic() + 2; {waited}; time.sleep(60)"
+    process, link = other(f"heartbeat.FINISHED_SECONDS = 5; {ending}")
+    link.sendall(b'{"left": ""}\n')
+    for _ in range(30):
+        link.sendall(b"\n")
+        time.sleep(0.1)
+    assert process.poll() is None
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -322,6 +334,18 @@ def test_one_that_waits_too_long_says_so(other):
             assert json.loads(line) == {"stalled": "all"}
             break
     assert process.poll() is None
+
+
+def test_one_waits_longer_for_a_large_save(other):
+    """Process 0 writes a state of so many seconds, and perhaps one before it."""
+    size = "import types; heart.rescue.run = types.SimpleNamespace(seconds={})"
+    process, link = other(f"{size.format(1)}; {WAITS}")
+    for _ in range(10):
+        link.sendall(b"\n")
+        time.sleep(0.1)
+    process.kill()
+    link.settimeout(10)
+    assert not link.makefile().read().strip()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import pytest
 
 from haiku_template.cluster import joining
 from haiku_template.errors import ConfigError
+from haiku_template.runs import stopping
 
 GONE = "UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:1968"
 
@@ -34,3 +35,8 @@ def test_an_error_of_the_collectives_themselves_is_no_lost_process(monkeypatch, 
     error = joining.lost(RuntimeError(words))
     assert str(error).startswith("the collectives failed here, and no process is lost")
     assert words in str(error) and error.exit_code == 64
+
+
+def test_jax_aborts_no_last_save_of_a_terabyte():
+    """With 8 s, and a last save of 40, both processes of a run ended in its abort."""
+    assert joining.PATIENCE_SECONDS * stopping.WRITTEN_BYTES > 1e12

@@ -51,7 +51,7 @@ LARGE = """
 from haiku_template.cluster import rescue
 from haiku_template.runs import stopping
 rescue.SAVE_SECONDS = 2.0
-stopping.WRITTEN_BYTES = 2e4  # It has a minute, as a gigabyte has.
+stopping.WRITTEN_BYTES = 7e4  # It has a minute, as a gigabyte has.
 """
 LATE = """
 import time
@@ -106,6 +106,19 @@ def test_a_save_at_a_signal_has_its_time(tmp_path, layout, words):
     step = saved_steps(workdir / "checkpoints")[-1]
     assert code == 75 and "nothing new" not in printed and "Traceback" not in printed
     assert printed.count(f"SIGTERM received: step {step} is saved") == 2, printed
+
+
+def test_the_others_wait_for_a_save_of_process_0(tmp_path):
+    """The first is waited for: longer than `--stall_seconds`, and a little more."""
+    impatient = """
+from haiku_template.cluster.joining import HEARTBEATS
+HEARTBEATS[0].stall_seconds = 2.0
+"""
+    slow = LARGE + SAVES.format("time.sleep(40)") + impatient
+    code, printed = finish(
+        start(tmp_path / "run", slow, num_steps=15), tmp_path / "run"
+    )
+    assert code == 0 and "error: " not in printed, printed
 
 
 def test_a_joint_save_has_no_limit(tmp_path):
