@@ -126,7 +126,8 @@ class Heartbeat:
         names = ["process 0", *(peer.name for peer in self.peers)]
         busy = [name for name in names if name not in self._stalled]
         since = _clock(time.time() - self._patience)
-        limit = self.limit.format(self.stall_seconds)
+        limit, saves = self.limit.format(self.stall_seconds), 2 * self.rescue.seconds
+        limit += f" and {saves:.0f} s for saves" * (saves > 1)
         if not busy:
             return (
                 f"all processes have waited for each other since {since}: the network "
@@ -135,8 +136,6 @@ class Heartbeat:
         return (
             f"{', '.join(busy)} did not go on, and the others have waited since "
             f"{since}: a main thread hangs, or takes more than {limit}"
-            + f" and {2 * self.rescue.seconds:.0f} for saves"
-            * (self.rescue.seconds > 1)
         )
 
     def _finish(self) -> str:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PYTHONS = signal.default_int_handler
 OBEYED = (signal.SIGTERM, signal.SIGINT)  # Whatever a script does with them.
 # Seconds from a signal to a forced end: so many, or some of the longest calls so far,
-# and those to write the state, and one that is being written, at so many bytes a second.
+# and those to write the state, and one before it, at so many bytes a second.
 FORCE_SECONDS, CALLS, WRITTEN_BYTES = 20.0, 3.0, 20e6
 LEAF_BYTES = 2e5  # Of which writing takes as long as an array, however small.
 AGREED = 3  # Times as long until several processes have agreed on a step.
@@ -184,7 +184,7 @@ class StopSignals:
         self._start_timer(seconds, self._force, sentence, code)
 
     def measure(self, state: Any) -> None:
-        """Measures the state that is to be saved, by which its saves have their time."""
+        """Measures a state that is to be saved, by which saves have their time."""
         self.bytes = sum(x.nbytes + LEAF_BYTES for x in jax.tree.leaves(state))
 
     @property
