@@ -25,7 +25,7 @@ from haiku_template.signals import EXIT_CODES
 logger = logging.getLogger(__name__)
 
 AHEAD = 2  # Batches that each process is asked for ahead of time.
-MOST_DEATHS = 3  # Of one worker, which is replaced so often.
+MOST_DEATHS = 3  # Of one worker in a row, which is replaced so often.
 SLOW_SECONDS = 60.0  # Of waiting for a process, until a line says so, and again.
 END_SECONDS = 5.0  # Of waiting for a process that has been told to end.
 MODULE = "haiku_template.data.worker"
@@ -259,6 +259,7 @@ class Worker:
             ) from error
         if self._is_ready:
             self._answers[self._requests.pop(0)] = is_error, value
+            self._deaths = 0  # The next may be of another batch, a week later.
         elif is_error:
             value.add_note(f"in data worker {self._number}, which makes the data again")
             raise value

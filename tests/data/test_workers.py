@@ -176,6 +176,14 @@ def test_a_worker_that_dies_is_replaced_and_named(number, end, tmp_path, caplog,
     assert ("in dies_once" in capfd.readouterr().err) == is_fault
 
 
+def test_a_worker_that_goes_on_each_time_may_die_often(tmp_path, caplog):
+    """As one whose memory grows, in a run of weeks."""
+    train = in_workers(1, worker_sets.at, worker_sets.dies_each_time, str(tmp_path))
+    batches = read(train.train, 1, 6)
+    check_same(batches, map(train.train.dataset.batch, range(1, 6)))
+    assert [x.endswith("takes its place") for x in caplog.messages] == [True] * 4
+
+
 def test_a_worker_that_dies_again_and_again_ends_the_run(caplog):
     train = in_workers(2, worker_sets.at, worker_sets.dies).train
     with caplog.at_level(logging.WARNING), pytest.raises(DataError) as caught:
