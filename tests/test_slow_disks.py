@@ -15,8 +15,8 @@ from tests.cluster.test_slow_disks import SAVES
 from tests.runs import ROOT
 
 RUN = {"num_steps": 20, "log_every": 10, "save_every": 10, "eval_every": None}
-LONG = {"num_steps": 10**8, "save_every": 150}
-# A state of some kilobytes has 10 s to be written, as one of 200 MB has.
+LONG = {"num_steps": 10**8, "save_every": 100}
+# A state of some kilobytes has 20 s to be written, as one of 400 MB has.
 LARGE = """
 from haiku_template.runs import stopping
 from haiku_template.storage import mirror
@@ -25,7 +25,7 @@ stopping.CALLS = 0.0  # However slow those of a test are.
 measure = stopping.StopSignals.measure
 def measured(self, state):
     measure(self, state)
-    stopping.WRITTEN_BYTES = self.bytes / 10
+    stopping.WRITTEN_BYTES = self.bytes / 20
 stopping.StopSignals.measure = measured
 """
 COPIES = """
@@ -33,7 +33,7 @@ import os, shutil, time
 copytree = shutil.copytree
 def patched(source, *args, **kwargs):
     if os.path.basename(source).isdecimal():
-        time.sleep(10)
+        time.sleep(15)
     return copytree(source, *args, **kwargs)
 shutil.copytree = patched
 mirror.COPIED_BYTES = 1e4
@@ -62,11 +62,12 @@ def ended(workdir, patch, words=None, **changes):
 
 
 def test_a_save_at_a_signal_has_its_time_beside_one_that_is_under_way(tmp_path):
-    slow = SAVES.format("time.sleep(6)")
-    code, printed = ended(tmp_path / "run", slow, "step    160/", **LONG)
+    """The first is waited for: the one that is under way is the second."""
+    slow = SAVES.format("time.sleep(15)")
+    code, printed = ended(tmp_path / "run", slow, "step    210/", **LONG)
     assert code == 75 and "did not end within" not in printed, printed
     step = saved_steps(tmp_path / "run/checkpoints")[-1]
-    assert step > 150 and f"SIGTERM received: step {step} is saved" in printed
+    assert step > 200 and f"SIGTERM received: step {step} is saved" in printed
 
 
 def test_a_state_of_many_small_arrays_has_its_time():
