@@ -66,8 +66,9 @@ class Mirror:
     def close(self) -> None:
         """Waits for the copies, as long as a slow disk may need; then warns."""
         if self._thread is not None:
-            files = (self._workdir / workdirs.CHECKPOINTS).rglob("*")
-            size = sum(x.stat().st_size for x in files if is_file(x))
+            size, files = 0, (self._workdir / workdirs.CHECKPOINTS).rglob("*")
+            with contextlib.suppress(OSError):  # The disk may be gone.
+                size = sum(x.stat().st_size for x in files if is_file(x))
             seconds = CLOSING_SECONDS + size / COPIED_BYTES
             self._thread.join(seconds)
             if self._thread.is_alive():
