@@ -16,6 +16,8 @@ from tests.runs import ROOT
 
 RUN = {"num_steps": 20, "log_every": 10, "save_every": 10, "eval_every": None}
 LONG = {"num_steps": 10**8, "save_every": 100}
+
+pytestmark = pytest.mark.slow
 # A state of some kilobytes has 20 s to be written, as one of 400 MB has.
 LARGE = """
 from haiku_template.runs import stopping
