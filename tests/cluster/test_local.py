@@ -229,7 +229,7 @@ def test_restarts_are_counted_by_the_hour_of_a_clock_that_nobody_sets(
     monkeypatch.setattr(local.signal, "signal", lambda *_: None)
     monkeypatch.setattr(local, "newest_step", lambda _: next(steps))
 
-    def wait(_):
+    def wait(*_):
         now[0] += 1500 if now[0] < 9 * 1500 else 1
         return 0, 69
 
