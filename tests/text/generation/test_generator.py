@@ -205,7 +205,7 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(
     with pytest.raises(ConfigError, match="holds no checkpoints$"):
         load(Run.open(tmp_path, DEVICES, "latest"))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="no checkpoints.* give the workdir of its r"):
+    with pytest.raises(ConfigError, match="no checkpoints.*config.init_from=FOLDER"):
         load(Run.open(tmp_path, DEVICES, "latest"))
 
 
