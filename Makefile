@@ -61,6 +61,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
 	--no-loadscope-reorder
 HERE := not long and not pretrained and not published and not cluster and not cuda_wheels
 HERE += and not trackers and not onnx
+# Tests that wait for test-all on Python 3.11. Why: docs/decisions/tests.md#heavy
+LATER = $(shell $(BIN)/python -c 'import sys; \
+	print("" if sys.version_info >= (3, 12) else " and not heavy")')
 
 define SUPPORTED
 @$(PYTHON) -c 'import sys; sys.exit(not 11 <= sys.version_info[1] < 15)' || { echo "error: \
@@ -78,14 +81,14 @@ train: $(TRAINS)
 	$(BIN)/python -m haiku_template.train --config=configs/digits.py --workdir="$(WORKDIR)"
 
 test: $(VENV)/.test
-	$(PYTEST) -m "not slow and not target and $(HERE)"
+	$(PYTEST) -m "not slow and not target and $(HERE)$(LATER)"
 
 # Targets in a process of their own, whose XLA_FLAGS come before JAX starts; they are
 # skipped where JAX's CUDA plugin is not installed. Not last, where a run without any
 # test is easily taken for the result of all.
 test-all: test
 	$(BIN)/python -m pytest tests/target --timeout=900
-	$(PYTEST) -m "slow and not target and $(HERE)" --timeout=900
+	$(PYTEST) -m "$(if $(LATER),(slow or heavy),slow) and not target and $(HERE)" --timeout=900
 
 # As users' programs are compiled.
 test-long: $(VENV)/.test

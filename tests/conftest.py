@@ -65,6 +65,8 @@ LONGEST = (
     *("ports/test_ports.py", "test_xla_flags.py", "storage/test_patches.py"),
 )
 PLACES = {str(Path(__file__).parent / name): i for i, name in enumerate(LONGEST)}
+# Functions that took a second and a half or more. Why: docs/decisions/tests.md#heavy
+HEAVY = frozenset((Path(__file__).parent / "heavy.txt").read_text().split())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,6 +74,8 @@ def pytest_collection_modifyitems(items):
     """`slow(but="four devices")`: the cases with these words in their id are quick."""
     items.sort(key=lambda item: PLACES.get(str(item.path), len(PLACES)))
     for item in items:
+        if item.nodeid.partition("[")[0] in HEAVY:
+            item.add_marker("heavy")
         marks = [mark for mark in item.own_markers if mark.name == "slow"]
         if any(
             mark.kwargs and mark.kwargs["but"] in item.callspec.id for mark in marks

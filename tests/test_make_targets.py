@@ -45,6 +45,34 @@ def test_a_target_runs_all_files_of_its_marker_and_the_others_none(marker):
             assert f"and not {marker}" in line
 
 
+@pytest.mark.parametrize("minor", [11, 12])
+def test_what_is_heavy_is_run_once_by_the_tests_of_all(minor, tmp_path):
+    """On 3.11 with what is slow, later with what is quick; each name is a test."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    code = f"import sys; sys.version_info = (3, {minor}); "
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}$2"\n')
+    python.chmod(0o755)
+    (tmp_path / ".test").touch()
+    quick, slow = (
+        line.partition(' -m "')[2].partition(" and not target")[0]
+        + " and not heavy" * line.endswith(' and not heavy"')
+        for line in commands("test-all", f"VENV={tmp_path}")
+        if " --dist" in line
+    )
+    assert (quick, slow) == (
+        ("not slow and not heavy", "(slow or heavy)")
+        if minor == 11
+        else ("not slow", "slow")
+    )
+
+
+def test_what_is_heavy_is_a_test():
+    for name in (ROOT / "tests/heavy.txt").read_text().split():
+        path, _, function = name.partition("::")
+        assert f"\ndef {function}(" in (ROOT / path).read_text(), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("marker", "package"), PACKAGES.items())
 def test_a_missing_package_is_a_failure(marker, package, tmp_path):

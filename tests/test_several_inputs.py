@@ -37,6 +37,7 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow(but="host")
 @pytest.mark.parametrize("placement", ["host", "device"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_evaluates_and_predicts(kind, devices, placement, tmp_path):

@@ -126,6 +126,7 @@ ENDS += [
 ]
 
 
+@pytest.mark.slow(but="-77")
 @pytest.mark.parametrize(("error", "code"), ENDS)
 def test_a_run_that_ends_early_ends_no_other(error, code):
     """Of several sizes of batches the largest does not fit: others were not begun."""

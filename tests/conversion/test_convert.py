@@ -711,6 +711,7 @@ def test_a_file_that_grows_in_memory_is_refused(tmp_path, is_packed):
         convert(source, tmp_path / "a.safetensors")
 
 
+@pytest.mark.slow(but="gz")
 @pytest.mark.parametrize("kind", ["gz", "npz"])
 def test_what_compression_made_small_is_converted(tmp_path, kind):
     """Of pruned weights, say: of 400 MiB, most of them zeros, 4 MiB are left."""

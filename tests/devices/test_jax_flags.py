@@ -44,6 +44,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_key_is_used_twice(devices, tmp_path, options):
     expected = losses(devices, tmp_path / "a", **options)
@@ -79,6 +80,7 @@ def test_several_devices_without_compiling_are_refused():
 FLAGS = ("debug_nans", "enable_checks", "check_tracer_leaks", "explain_cache_misses")
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_debugging_flag_changes_no_number(devices, tmp_path, flag):
     expected = losses(devices, tmp_path / "a")

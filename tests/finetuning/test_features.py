@@ -44,6 +44,7 @@ def data_of(inputs):
     return Data(ArrayDataset(inputs, LABELS, spec), held_out, 3)
 
 
+@pytest.mark.slow(but="four devices-float32")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_head_from_features_is_one_through_the_trunk(devices, precision):
     through = Experiment(

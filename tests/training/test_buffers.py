@@ -45,6 +45,7 @@ def forward(x):
     return hk.nets.MLP([256, 256, 4])(x)
 
 
+@pytest.mark.slow(but="4-7")
 @pytest.mark.parametrize(
     "num_devices, steps_per_call, view",
     [(1, 1, np.ndarray), (1, 7, np.ndarray), (4, 1, np.ndarray), (4, 7, Mapped)],

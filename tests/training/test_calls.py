@@ -106,6 +106,7 @@ def test_a_run_is_the_same_however_many_steps_a_call_has(
             assert first == pytest.approx(second, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize(
     "options",
     [{"accumulate_steps": 2}, {"ema_decay": 0.9}, {"precision": "float16"}],

@@ -134,6 +134,7 @@ FORMS = {  # What a model returns, and how to take its logits of that.
 }
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_may_return_any_type_to_its_loss(devices, form):
     """Only predictions are arrays; of a batch that is padded they are the same."""

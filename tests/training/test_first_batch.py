@@ -110,6 +110,7 @@ def assert_close(a, b):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), a, b)
 
 
+@pytest.mark.slow(but="4")
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_depends_on_data_is_as_haiku_has_it(name, num_devices):

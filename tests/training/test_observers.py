@@ -68,6 +68,7 @@ def worse(workdir, step):
     return lambda step, metrics: (metrics.pop("eval/loss", None), metrics.clear())
 
 
+@pytest.mark.slow(but="hook")
 @pytest.mark.parametrize("what", ["writer", "hook"])
 def test_what_a_hook_or_writer_does_with_its_metrics_changes_no_run(tmp_path, what):
     def hook(event):

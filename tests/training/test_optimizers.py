@@ -219,6 +219,7 @@ def test_a_warm_up_of_an_optimizer_that_divides_by_its_rate_is_refused(name):
     optimizers.make_optimization(9, name=name, warmup_steps=0, **keys)
 
 
+@pytest.mark.slow(but="2-2")
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", ["reduce_on_plateau", "momo"])

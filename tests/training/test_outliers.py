@@ -159,6 +159,7 @@ def said(norms, caplog, look_every=50, scaled=False):
     return [int(re.search(r"step (\d+)", x)[1]) for x in warnings(caplog)]
 
 
+@pytest.mark.slow(but="[7")
 @pytest.mark.parametrize("look_every", [1, 7, 50, None])
 def test_what_is_an_outlier_does_not_depend_on_when_norms_are_read(caplog, look_every):
     rng = np.random.default_rng(0)

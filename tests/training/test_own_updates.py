@@ -47,6 +47,7 @@ def made(**options):
     return Experiment(**parts | options)
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize("averages", ["ema", "schedule-free"])
 def test_a_step_of_ones_own_averages_as_the_template_s(tmp_path, devices, averages):
     options, ours = {"ema_decay": 0.5}, step

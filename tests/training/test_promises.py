@@ -17,6 +17,7 @@ def made(count):
     return trainer(Data(data, None, 2), 1, count)
 
 
+@pytest.mark.slow(but="7")
 @pytest.mark.parametrize("count", [1, 7])
 def test_resumed_three_times_in_an_epoch_each_batch_comes_once(tmp_path, count):
     """C04: in the first of four epochs, and in the third; each step's loss is equal."""

@@ -465,6 +465,7 @@ def wave(inputs):
     return jnp.stack([w.real.sum() + inputs[:, 0] * 0, w.imag.sum() * inputs[:, 0]], 1)
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize("accumulate_steps", [1, 2])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.05), optax.adam(0.05)])
 def test_complex_parameters_descend_in_both_parts(

@@ -132,6 +132,7 @@ def with_fault(monkeypatch, fault):
     monkeypatch.setattr(Trainer, "advance", faulty)
 
 
+@pytest.mark.slow(but="-0")
 @pytest.mark.parametrize("run", [0, 1])
 @pytest.mark.parametrize(
     ("num_devices", "sharding"), [(1, ()), (4, ()), (4, (("*", "data"),))]

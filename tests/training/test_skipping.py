@@ -92,6 +92,7 @@ def warnings(caplog):
     return [x for x in caplog.messages if "is skipped" in x]
 
 
+@pytest.mark.slow(but="4-7")
 @each_place
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e25])
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
@@ -113,6 +114,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(
     )
 
 
+@pytest.mark.slow(but="4-7")
 @each_place
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_finite_steps_are_those_of_a_run_without_skips(num_devices, count, precision):
@@ -155,6 +157,7 @@ def test_the_memory_of_the_state_is_taken_over(num_devices):
     assert with_skips - without < state / 100
 
 
+@pytest.mark.slow(but="4-7")
 @each_place
 def test_a_run_goes_on_after_a_nan(tmp_path, caplog, num_devices, count):
     """C21: it is one sentence with step, leaf and device, and it is counted."""

@@ -122,6 +122,7 @@ def token_file(tmp_path):
     return path
 
 
+@pytest.mark.slow(but="7")
 @pytest.mark.parametrize("count", [1, 7])
 def test_no_call_reads_more_of_a_file_than_its_windows(
     tmp_path, token_file, monkeypatch, one_device, count

@@ -141,6 +141,7 @@ def test_averages_of_half_precision_parameters_are_refused(one_device, dtype):
         trainer(one_device, of_dtype(jnp.dtype(dtype)), ema_decay=0.999)
 
 
+@pytest.mark.slow(but="four devices")
 @pytest.mark.parametrize(
     ("optimizer", "free"),
     [

@@ -273,6 +273,7 @@ def test_an_id_of_a_data_set_gets_the_command_that_downloads_it(tmp_path, monkey
         jsonl(CLASSIFICATION, path="stanfordnlp/imdb")
 
 
+@pytest.mark.slow(but="jsonl")
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("labels", ["classes", "tokens"])
 def test_memory_holds_a_small_multiple_of_a_file(tmp_path, monkeypatch, labels, kind):
