@@ -61,8 +61,8 @@ class Initializer:
         else:
             first = functools.partial(init_custom, recipe, init, example)
             traced = first, *dependents(first, example, axis_name)
-        self._first, shapes, self.from_batch = traced
-        shapes = Layout(devices.devices).place(shapes)
+        self._first, fields, self.from_batch = traced
+        shapes = Layout(devices.devices).place(fields)
         self._params, self._net_state = shapes["params"], shapes.get("net_state", {})
         # Why: docs/decisions/finetuning.md#no-finetuning
         plan = tuning.Plan(frozenset(flatten(self._params)))  # All train.
@@ -79,7 +79,9 @@ class Initializer:
             self.from_batch = tuple(x for x in self.from_batch if x not in read)
         self.recipe = recipe._replace(plan=plan)
         self._init = self.function(devices.axis_name)
-        self.abstract = devices.abstract(self._init, {})
+        # Of shapes: tracing a deep model's init once more takes seconds.
+        state = lambda fields: first_state(self.recipe, lambda _: fields, {})  # noqa: E731
+        self.abstract = devices.abstract(state, fields)
         if plan.frozen:
             frozen = devices.abstract(self._frozen_of_seed)
             self.abstract = self.abstract._replace(frozen=frozen)

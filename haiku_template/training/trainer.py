@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Fields that the first state does not depend on: of how batches reach the devices.
+OF_BATCHES = {"placement", "why_on_host", "steps_per_call"}
 _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
@@ -89,14 +91,20 @@ class Trainer:
 
     left_out: frozenset[int] = frozenset()
 
-    def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
+    def __init__(
+        self,
+        experiment: "Experiment",
+        devices: DeviceManager,
+        initializer: Initializer | None = None,
+    ) -> None:
         self.experiment, self.devices = experiment, devices
         if (evaluation := experiment.data.evaluation) is not None:
             check_host_batch(evaluation.batch(0), "the evaluation batch")
         self.feed = Feed(experiment, devices)
-        recipe = _recipe(experiment, devices)
-        self.initializer = Initializer(experiment, devices, recipe, self.feed.example)
-        self.recipe = self.initializer.recipe
+        if initializer is None:
+            recipe, example = _recipe(experiment, devices), self.feed.example
+            initializer = Initializer(experiment, devices, recipe, example)
+        self.initializer, self.recipe = initializer, initializer.recipe
         self.layout = Layout(devices.everyone, experiment.sharding)
         if experiment.sharding:
             self.layout.check(self.initializer.abstract)
@@ -155,7 +163,9 @@ class Trainer:
         """Makes the trainer of the experiment with other values of these fields."""
         if all(getattr(self.experiment, k) == x for k, x in changes.items()):
             return self
-        return dataclasses.replace(self.experiment, **changes).trainer(self.devices)
+        experiment = dataclasses.replace(self.experiment, **changes)
+        initializer = self.initializer if changes.keys() <= OF_BATCHES else None
+        return Trainer(experiment, self.devices, initializer)
 
     def with_steps_per_call(self, count: int) -> "Trainer":
         """Makes the trainer of so many steps a call, once."""

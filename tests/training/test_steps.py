@@ -306,6 +306,26 @@ def test_each_start_of_a_run_compiles_its_step_once(
         assert [counts[name] for name in ("train_step", "eval_step")] == [1, 1], counts
 
 
+def test_a_start_traces_a_model_s_init_once_for_each_use(tmp_path, one_device):
+    """For shapes, the budget's program, and the fingerprint; deep ones take seconds."""
+    net, traces = mlp(3, width=16), []
+
+    def init(*args):
+        traces.append(args)
+        return net.init(*args)
+
+    made = Experiment(
+        model=hk.Transformed(init, net.apply),
+        task=classification,
+        data=DATA,
+        optimizer=optax.sgd(0.1),
+        placement="auto",
+    ).trainer(one_device)
+    assert len(traces) == 1
+    train(made, num_steps=2, workdir=tmp_path, memory_limit=2**30)
+    assert len(traces) == 3
+
+
 def test_one_compilation_and_no_implicit_transfer(devices, monkeypatch):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
