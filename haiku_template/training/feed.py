@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import queue
 import threading
 import time
@@ -24,9 +25,17 @@ from haiku_template.training.state import TrainState
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
 
+logger = logging.getLogger(__name__)
 DEPTH = 2  # Batches that wait for the loop.
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
-BUSY_SECONDS = 10.0  # Of waiting for a thread in the data set, which may hang there.
+# Of waiting for a thread in the data set: it may hang there, or wait for the loop. Who
+# has to wait does so for some of the longest batches so far.
+BUSY_SECONDS, BUSY_TIMES = 10.0, 10.0
+BUSY = (
+    "the batch of step %d takes more than %.0f s: it hangs, or waits for the loop, and "
+    "other batches are made beside it; where they share a buffer or a file's position "
+    "with it, they may be wrong"
+)
 # Seconds to make a step's batch and put it on the devices, below which a thread takes
 # more from the loop (they share the interpreter's lock) than it hides.
 CHEAP = 4e-4
@@ -82,6 +91,8 @@ class Feed:
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self._devices, self._experiment = devices, experiment
         self.reading = threading.Lock()
+        # The batch that is read, one that was not waited for, the longest's seconds.
+        self._step, self._passed, self._longest = -1, -1, 0.0
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
         self.steps_per_call = self.stack = experiment.steps_per_call or 1
@@ -194,7 +205,10 @@ class Feed:
 
     def _rows(self, step: int) -> Any:
         with self.reading:
+            self._step, begun = step, time.monotonic()
             rows = self._own(self._next(step))
+            if step != self._passed:  # Which may have waited for the loop.
+                self._longest = max(self._longest, time.monotonic() - begun)
             if _kinds(rows) != self._kinds:
                 _check_alike(self._example, rows, step)
             return rows if gathers(self._source) else detached(rows)
@@ -207,8 +221,15 @@ class Feed:
     def alone(self) -> contextlib.ExitStack:
         """Context in which no other thread reads data, unless one hangs there."""
         context = contextlib.ExitStack()
-        if self.reading.acquire(timeout=BUSY_SECONDS):
+        # Once for each batch: an evaluation may have thousands of its own.
+        waits = self._step != self._passed
+        seconds = max(BUSY_SECONDS, BUSY_TIMES * self._longest) * waits
+        if self.reading.acquire(timeout=seconds):
             context.callback(self.reading.release)
+        elif waits:
+            if self._passed < 0:
+                logger.warning(BUSY, self._step + 1, seconds)
+            self._passed = self._step
         return context
 
     def _put(self, step: int) -> Any:

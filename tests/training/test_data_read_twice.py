@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import haiku as hk
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from haiku_template.reporting.perf import Clock
 from haiku_template.runs import resume, train
 from haiku_template.runs.guards import Guards
 from haiku_template.storage.metrics import read
-from haiku_template.training import Experiment
+from haiku_template.training import Experiment, feed
 
 INPUTS = np.random.default_rng(0).normal(size=(64, 8, 4)).astype(np.float32)
 LABELS = (INPUTS.sum(2) > 0).astype(np.int32)
@@ -140,6 +141,96 @@ def test_a_save_does_not_wait_for_a_data_set_that_hangs(
     trainer = made(one_device, data)
     train(trainer, num_steps=20, workdir=tmp_path, save_every=10, hooks=[data.tell])
     assert data.ends == [True]
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Batches of one file, whose position all that read it share, as slowly as a disk.
+
+    The batch of step 12 takes three times as long as any other.
+    """
+
+    file: Any
+    pauses: float
+    num_batches: int = 4
+
+    def batch(self, step):
+        self.file.seek(step % 64 * INPUTS[0].nbytes)
+        time.sleep(self.pauses * (3 if step == 11 else 1))
+        rows = np.frombuffer(self.file.read(INPUTS[0].nbytes), np.float32)
+        return {"inputs": rows.reshape(8, 4), "labels": LABELS[step % 64]}
+
+
+def test_a_wait_for_a_data_set_grows_with_its_batches(
+    tmp_path, one_device, monkeypatch, caplog
+):
+    """The batch of step 12 is made beside the evaluation of step 10."""
+    monkeypatch.setattr(feed, "BUSY_SECONDS", 0.05)
+    (tmp_path / "rows").write_bytes(INPUTS.tobytes())
+    with open(tmp_path / "rows", "rb") as file:
+        data = Records(file, 0.1)
+        trainer = made(one_device, data)
+        experiment = dataclasses.replace(trainer.experiment, data=Data(data, data, 2))
+        trainer = experiment.trainer(one_device)
+        result = train(trainer, num_steps=14, workdir=tmp_path / "run", eval_every=5)
+        expected = trainer.evaluate(result.state, Records(file, 0.0))
+    assert caplog.text == ""
+    for row in read(tmp_path / "run" / "metrics.jsonl"):
+        if "eval/loss" in row:  # The rate is 0.
+            assert row["eval/loss"] == expected["eval/loss"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """Makes the batch of a step once the loop has done the step before."""
+
+    done: threading.Semaphore = dataclasses.field(
+        default_factory=lambda: threading.Semaphore(2)
+    )
+
+    def batch(self, step):
+        if threading.current_thread().name == "prefetch":
+            assert self.done.acquire(timeout=60)
+        return {"inputs": INPUTS[step % 64], "labels": LABELS[step % 64]}
+
+    def tell(self, event):
+        if event.what == "step":
+            self.done.release()
+
+
+class Turns:
+    """A lock that counts how often it was waited for in vain."""
+
+    def __init__(self):
+        self.lock, self.vain = threading.Lock(), 0
+        self.release = self.lock.release
+
+    def acquire(self, timeout=-1):
+        is_free = self.lock.acquire(timeout=timeout)
+        self.vain += timeout > 0 and not is_free
+        return is_free
+
+    def __enter__(self):
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+def test_a_data_set_that_waits_for_the_loop_is_waited_for_once_an_evaluation(
+    tmp_path, one_device, monkeypatch, caplog
+):
+    monkeypatch.setattr(feed, "BUSY_SECONDS", 0.2)
+    data = Replayed()
+    trainer = made(one_device, data)
+    sets = Data(data, Evaluation(Refilled(pauses=0.0), num_batches=9), 2)
+    trainer = dataclasses.replace(trainer.experiment, data=sets).trainer(one_device)
+    trainer.feed.reading = turns = Turns()
+    options = {"eval_every": 5, "hooks": [data.tell]}
+    train(trainer, num_steps=15, workdir=tmp_path, **options)
+    assert 1 <= turns.vain <= 3
+    said = [x.getMessage() for x in caplog.records]
+    assert len(said) == 1 and "batch of step" in said[0] and "hangs" in said[0]
 
 
 def test_the_loop_reads_a_batch_of_a_run_through_its_feed_alone():
