@@ -54,8 +54,9 @@ def parse(
     add("--json", action="store_true", help="print JSON, no table")
     code = "list the names in DIR, or a file, that JAX, Haiku and optax removed"
     add("--code", type=Path, metavar="DIR", help=code)
-    limit = "limit of each child process (default 60)"
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help=limit)
+    seconds = children.CHILD_SECONDS
+    limit = f"limit of each child process (default {seconds:g})"
+    add("--timeout", type=float, default=seconds, metavar="SECONDS", help=limit)
     flags = parser.parse_args(argv)
     if not SPEC.fullmatch(flags.device):
         parser.error(

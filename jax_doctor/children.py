@@ -5,6 +5,7 @@ A child keeps the driver's state, its crashes and its hangs out of this process.
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,13 @@ from jax_doctor.programs import ASK_JAX, ASK_SUMS, OPTION
 
 # Why: docs/decisions/doctor.md#standard-library
 ASK_DRIVER = Path(__file__).with_name("ask_driver.py")
+logger = logging.getLogger(__name__)
+# Why: docs/decisions/doctor.md#persistence
+CHILD_SECONDS, SLOW_SECONDS = 300.0, 30.0  # Limit of a child; until a line says so.
+SLOW = (
+    "%s has not answered for %.0f s and is waited for up to %.0f: cards that are not "
+    "kept ready (sudo nvidia-smi -pm 1 does) take a minute, and files on a slow disk"
+)
 # A process in the kernel's hands cannot be killed; it is then left behind.
 SECONDS_TO_DIE = 2.0
 _RUNNING: set[int] = set()  # Process groups of children.
@@ -114,7 +122,10 @@ class JaxResult(NamedTuple):
 
 
 def run_child(
-    arguments: list[str], timeout: float, environ: Mapping[str, str] | None = None
+    arguments: list[str],
+    timeout: float,
+    environ: Mapping[str, str] | None = None,
+    name: str = "JAX",
 ) -> Child:
     """Runs this Python for at most `timeout` seconds, then kills its process group."""
     start = time.monotonic()
@@ -130,9 +141,7 @@ def run_child(
         )
         _RUNNING.add(child.pid)
         try:
-            returncode = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            returncode = None
+            returncode = _wait(child, timeout, name)
         finally:
             _kill_group(child)
             _RUNNING.discard(child.pid)
@@ -141,6 +150,18 @@ def run_child(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return Child(returncode, *texts, seconds=time.monotonic() - start)
+
+
+def _wait(child: subprocess.Popen, timeout: float, name: str) -> int | None:
+    """Waits for a child, and says so if it is slow; None if it did not end."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(min(timeout, SLOW_SECONDS))
+    if timeout <= SLOW_SECONDS:
+        return None
+    logger.warning(SLOW, name, SLOW_SECONDS, timeout)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(timeout - SLOW_SECONDS)
+    return None
 
 
 def _file() -> IO[bytes]:
@@ -191,7 +212,8 @@ def probe_driver(timeout: float, environ: Mapping[str, str]) -> DriverResult:
 
 
 def _ask_driver(timeout: float, environ: Mapping[str, str]) -> DriverResult:
-    child = run_child(["-I", "-S", str(ASK_DRIVER)], timeout, environ)
+    arguments = ["-I", "-S", str(ASK_DRIVER)]
+    child = run_child(arguments, timeout, environ, "the NVIDIA driver")
     answer = dict(ChainMap(*_values(child, dict)))
     if "code" not in answer:
         problem = f"the child ended with code {child.returncode}: {child.last_words()}"

@@ -293,7 +293,7 @@ def _ptxas() -> str | None:
         return None
     try:
         text = subprocess.check_output(
-            [program, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=2
+            [program, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
         return ""

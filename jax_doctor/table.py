@@ -216,7 +216,9 @@ def driver_matters(machine: Machine, facts: Facts) -> bool:
 
 
 def check_environment(
-    spec: str, machine: Machine | None = None, timeout: float = 20.0
+    spec: str,
+    machine: Machine | None = None,
+    timeout: float = children.CHILD_SECONDS,
 ) -> list[Finding]:
     """Diagnoses, cheaply, before JAX starts; the findings as in `diagnose`.
 

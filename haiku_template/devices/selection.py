@@ -225,7 +225,7 @@ def _unavailable(request: Request, error: Exception) -> DeviceError:
     # the others, which the NVIDIA driver counts.
     visible = jax.config.values.get("jax_cuda_visible_devices")
     if request.indices and visible == ",".join(map(str, sorted(request.indices))):
-        count = children.probe_driver(10, os.environ).count
+        count = children.probe_driver(children.CHILD_SECONDS, os.environ).count
         if count and min(request.indices) >= count:
             return _absent(request, [f"gpu:{index}" for index in range(count)])
     reason = _first_line(error)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from machines import build_stub, needs_compiler
 
-from jax_doctor import Facts, check_environment, diagnose
+from jax_doctor import Facts, check_environment, children, diagnose
 from jax_doctor.children import (
     probe_driver,
     probe_jax,
@@ -97,6 +97,24 @@ def test_a_driver_that_hangs_is_killed_at_the_limit(driver, gpu):
     assert time.monotonic() - start < 5
     assert result.code is None and "0.5 s" in result.problem
     assert diagnose(gpu.machine(), Facts("gpu", result))[0].id == "A26"
+
+
+@needs_compiler
+def test_a_driver_that_is_slow_is_waited_for_with_a_line(driver, monkeypatch, caplog):
+    monkeypatch.setattr(children, "SLOW_SECONDS", 0.3)
+    result = probe_driver(30, {**driver, "STUB_SLEEP": "2", "STUB_DRIVER": "13000"})
+    assert result.code == 0 and result.count == 1
+    (said,) = [x.getMessage() for x in caplog.records]
+    assert said.startswith("the NVIDIA driver has not answered for 0 s")
+    assert "up to 30" in said and "nvidia-smi -pm 1" in said
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_eight_cards_without_persistence_mode_are_no_fault(driver, gpu):
+    gpu.environ.update(driver, STUB_SLEEP="61", STUB_DRIVER="13000", STUB_COUNT="8")
+    gpu.environ.pop("JAX_PLATFORMS", None)
+    assert check_environment("gpu", gpu.machine()) == []
 
 
 @needs_compiler
