@@ -38,8 +38,9 @@ def limit_memory(size: int) -> None:
 
 
 def limit_time(size: int) -> None:
-    """Limits this process's processor time to what a file of so many bytes needs."""
+    """Limits this process's processor time to what so many bytes need; it may grow."""
     seconds = SECONDS + size // BYTES_A_SECOND
+    unpacked = max(files.ALWAYS, files.MOST_TIMES * size)  # At most.
 
     def refuse(*_: object) -> None:
         raise ConfigError(
@@ -48,7 +49,16 @@ def limit_time(size: int) -> None:
         )
 
     signal.signal(signal.SIGXCPU, refuse)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + SECONDS))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    # Endless is -1; once set, it stays.
+    hard = min(hard % 2**64, seconds + SECONDS + unpacked // BYTES_A_SECOND)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
+
+
+def limit(size: int) -> None:
+    """Limits what this process takes to read so many bytes."""
+    limit_memory(size)
+    limit_time(size)
 
 
 # Why: docs/decisions/finetuning.md#convert
@@ -104,10 +114,10 @@ def are_equal(rows: np.ndarray) -> bool:
 def main(source: str, output: str, key: str, unreplicate: str = "") -> dict[str, Any]:
     """Converts a file; returns what was written, or what is wrong."""
     path, target = Path(source), Path(output)
-    limit_memory(path.stat().st_size)
+    limit(path.stat().st_size)
     with TemporaryDirectory(dir=target.parent) as scratch:
         try:
-            tree = files.load(path, Path(scratch), limit_memory)
+            tree = files.load(path, Path(scratch), limit)
             arrays, chosen_key, other_keys = trees.choose(tree, key or None)
             if unreplicate == str(True):
                 arrays = {name: first_replica(name, x) for name, x in arrays.items()}

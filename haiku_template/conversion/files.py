@@ -42,8 +42,8 @@ def load(
 ) -> Any:
     """Reads the tree in a file; what is compressed is decompressed into `scratch`.
 
-    Inside of such a file, nothing is compressed again. `limit` is told its bytes before
-    it is read.
+    Inside of such a file, nothing is compressed again. `limit` is told of the bytes so
+    far, with each piece that is decompressed.
 
     Returns:
       Containers, numbers and text; each array is an `Array`.
@@ -63,7 +63,7 @@ def load(
         for magic, pieces in COMPRESSED.items():
             if begin.startswith(magic):
                 with path.open("rb") as file:
-                    limit(_copy(pieces(file), scratch / "inflated", room))
+                    _copy(pieces(file), scratch / "inflated", room, limit)
                 return load(scratch / "inflated", scratch, is_inside=True)
     except ConfigError:
         raise
@@ -83,12 +83,12 @@ def _load_archive(path: Path, scratch: Path, limit: Limit, room: int) -> dict[st
     with zipfile.ZipFile(path) as archive:
         for i, info in enumerate(archive.infolist()):
             with archive.open(info) as file:
-                size += _copy(_pieces(file), scratch / f"{i}.npy", room - size)
+                target = scratch / f"{i}.npy"
+                size = _copy(_pieces(file), target, room, limit, size)
             name = info.filename.removesuffix(".npy")
             if name in by_name:
                 raise ConfigError(f"it holds {name} twice")
             by_name[name] = scratch / f"{i}.npy"
-    limit(size)
     return {name: load(x, scratch, is_inside=True) for name, x in by_name.items()}
 
 
@@ -110,12 +110,13 @@ def _load_array(path: Path) -> Any:
     return array
 
 
-def _copy(pieces: Iterable[bytes], path: Path, room: int) -> int:
-    """Writes at most `room` bytes to `path`; returns their number."""
-    size = 0
+def _copy(
+    pieces: Iterable[bytes], path: Path, room: int, limit: Limit, size: int = 0
+) -> int:
+    """Writes at most `room` bytes, less `size`, to `path`; returns those of both."""
     with path.open("wb") as file:
         for piece in pieces:
-            size += file.write(piece)
+            limit(size := size + file.write(piece))
             if size > room:
                 raise ConfigError(
                     f"it grows beyond {room:,} bytes, {MOST_TIMES} times its own size, "

@@ -99,8 +99,8 @@ WRITERS["bz2"] = lambda path, tree: path.write_bytes(bz2.compress(pickle.dumps(t
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch):
-    """Converts as the child does, here and without its limit of memory."""
-    monkeypatch.setattr(child, "limit_memory", lambda size: None)
+    """Converts as the child does, here and without its limits."""
+    monkeypatch.setattr(child, "limit", lambda size: None)
 
     def run(source, key=""):
         out = tmp_path / "out.safetensors"
@@ -730,21 +730,37 @@ def test_what_compression_made_small_is_converted(tmp_path, kind):
     assert facts["bytes"] == 400 * 2**20 + 4 * 2**20 * (kind == "npz")
 
 
-def test_a_file_that_takes_too_long_is_refused(tmp_path):
-    """Five megabytes of marks took 37 seconds; here the limit is one."""
-    source = tmp_path / "a.pkl"
-    source.write_bytes(b"\x80\x02" + b"(" * 5_000_000 + b".")
+def within_a_second(source):
+    """Converts with one second of a processor, and those that its bytes add."""
     code = (
         "import sys; from haiku_template.conversion import __main__ as m; "
         "m.SECONDS = 1; m.limit_time(0); print(m.main(*sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, source, tmp_path / "a.safetensors", ""],
+    return subprocess.run(
+        [sys.executable, "-c", code, source, source.with_suffix(".safetensors"), ""],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
+
+
+def test_processor_time_goes_by_what_a_file_holds(tmp_path):
+    """Of 512 MiB of zeros half a MiB is left, and they take more than a second."""
+    source = tmp_path / "a.pkl"
+    with gzip.open(source, "wb", compresslevel=1) as file:
+        pickle.dump({"net": {"w": np.zeros(2**29, np.uint8)}}, file, protocol=4)
+    with source.open("r+b") as file:  # What is beyond the stream is let be.
+        file.truncate(6 * 2**20)
+    done = within_a_second(source)
+    assert "'bytes': 536870912" in done.stdout, done.stdout
+
+
+def test_a_file_that_takes_too_long_is_refused(tmp_path):
+    """Five megabytes of marks took 37 seconds; here the limit is one."""
+    source = tmp_path / "a.pkl"
+    source.write_bytes(b"\x80\x02" + b"(" * 5_000_000 + b".")
+    done = within_a_second(source)
     assert "'refused': 'it takes more than 1 seconds of a processor" in done.stdout
     assert [*tmp_path.iterdir()] == [source]  # Nothing is left of its scratch.
 
