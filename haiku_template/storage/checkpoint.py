@@ -54,7 +54,7 @@ SAVE_THREAD = "async_save"  # Orbax's name of it.
 READS = 2  # Before a checkpoint counts as damaged.
 OF_NO_FILE = MemoryError, jax.errors.JaxRuntimeError  # Of this machine, its devices.
 BEST_OR_LATEST = "best or latest"  # The best, where any was evaluated.
-REPLACED_TRIES, REPLACED_SECONDS = 20, 0.5  # Beside a run that saves all the time.
+REPLACED_TRIES = 20  # Of a run that saves all the time.
 RETRY_SECONDS = (1.0, 2.0, 4.0)  # Before the last save is tried again.
 CLEARED_TRIES, CLEARED_SECONDS = 5, 0.2  # After a save that failed.
 CENTURY = 100 * 365 * 86400  # Limit of a save, by a clock that may be set.
@@ -597,23 +597,35 @@ def _restore(workdir: Path, which: str, read: Read) -> tuple[int, Any]:
         advice = EXPORTED * any(workdir.glob("*.safetensors"))
         raise ConfigError(f"{workdir} holds no checkpoints{advice}")
     ranks, run = workdirs.ranks(workdir), workdirs.run_id(workdir)
-    for tries_left in range(REPLACED_TRIES, -1, -1):
-        try:
-            with Checkpoints(folder, run=run, **ranks) as checkpoints:
-                step = _named_step(checkpoints, which, workdir)
+    for _ in range(REPLACED_TRIES):
+        with Checkpoints(folder, run=run, **ranks) as checkpoints:
+            step = _named_step(checkpoints, which, workdir)
+            commit = _commit(folder / str(step))
+            try:
                 return step, read(checkpoints, step)
-        except StorageError:
-            # A run that is alive may have replaced it meanwhile.
-            if not tries_left or not workdirs.is_locked(workdir):
-                raise
-        time.sleep(REPLACED_SECONDS)
+            except StorageError:
+                if commit is not None and _commit(folder / str(step)) == commit:
+                    raise
+        logger.warning(f"the run replaced step {step} in {workdir} as it was read")
+    raise StorageError(
+        f"the run replaced {REPLACED_TRIES} checkpoints in a row in {workdir} as they "
+        "were read, since it saves faster: let it keep more of them (config.keep_last),"
+        " or read one that stays (--checkpoint=best)"
+    )
+
+
+def _commit(folder: Path) -> tuple[int, int] | None:
+    """Identity of a checkpoint; None of one that is gone."""
+    with contextlib.suppress(OSError):
+        return (facts := os.stat(folder / workdirs.COMMIT)).st_ino, facts.st_mtime_ns
+    return None
 
 
 def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     steps = {"latest": checkpoints.latest, "best": checkpoints.best}
     steps[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
     step = steps.get(which, int(which) if which.isdecimal() else None)
-    if step not in checkpoints.steps:
+    if step is None or (which.isdecimal() and step not in checkpoints.steps):
         raise ConfigError(
             f"--checkpoint={which} is not in {workdir}; there are steps "
             f"{checkpoints.steps}, and best is {checkpoints.best}"
