@@ -6,8 +6,8 @@ The command is started so many times with --coordinator_address, --num_processes
 --process_id. `--processes=per_device` starts one for each NVIDIA card, which sees that
 one alone; a number divides no cards. SIGTERM, SIGHUP, SIGINT or SIGUSR1 to the
 launcher, and its own end by kill -9, are SIGTERM for all processes. When one ends with
-an error, the others get SIGTERM, and SIGKILL once no save in --workdir has gone on for
-300 s.
+an error, the others get SIGTERM, and SIGKILL once no save in --workdir, nor a copy to
+its mirror, has gone on for 300 s.
 
 `--restarts=3` then starts all of them again, up to three times an hour: if the first
 was ended by a signal, or with 69 (a device or a process lost), 71 (replicas differ),
@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import re
 import secrets
@@ -99,12 +100,21 @@ def newest_step(command: list[str]) -> int | None:
 
 
 def written(command: list[str]) -> list[tuple[str, int]]:
-    """Files of saves that are under way, and their bytes."""
+    """Files of saves that are under way, and of copies to a mirror, and their bytes."""
     folder = checkpoints(command)
+    folders = [folder, *copies(folder)] if folder else []
     with contextlib.suppress(OSError):  # One may end meanwhile.
-        files = folder.glob("*.orbax-checkpoint-tmp*/**/*") if folder else ()
+        files = [x for f in folders for x in f.glob("*.orbax-checkpoint-tmp*/**/*")]
         return sorted((str(path), path.stat().st_size) for path in files)
     return [("", 0)]  # Of a disk that fails, too, which is waited for once.
+
+
+def copies(folder: Path) -> list[Path]:
+    """Folder of copies in the mirror of a run's config, if it has one."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):
+        name = json.loads((folder.parent / "config.json").read_text())["mirror"]
+        return [Path(name).expanduser() / "checkpoints"] if name else []
+    return []
 
 
 def tied(parent: int) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """The launcher on this machine, with real processes that do little."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -130,9 +131,14 @@ def test_a_stopped_process_does_not_keep_the_others(tmp_path, number):
 
 
 @pytest.mark.parametrize("pieces", [15, 1])
-def test_a_save_that_goes_on_is_waited_for(tmp_path, pieces):
-    """For as long as it grows, after another process has failed."""
+@pytest.mark.parametrize("place", ["", "copies/"], ids=["workdir", "mirror"])
+def test_a_save_that_goes_on_is_waited_for(tmp_path, pieces, place):
+    """For as long as it grows, or a copy to a mirror, after another process failed."""
+    config = json.dumps({"mirror": str(tmp_path / place) if place else None})
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / place).mkdir(exist_ok=True)
     script = f"""
+    cd {tmp_path / place}
     [ $given = 0 ] && exit 3
     trap : TERM
     mkdir -p checkpoints/7.orbax-checkpoint-tmp
@@ -143,7 +149,7 @@ def test_a_save_that_goes_on_is_waited_for(tmp_path, pieces):
     while [ {pieces} = 1 ]; do sleep 0.05; done
     mv checkpoints/7.orbax-checkpoint-tmp checkpoints/7"""
     assert end(start(tmp_path, script, launcher=("-c", HASTY)))[0] == 3
-    assert (tmp_path / "checkpoints/7").exists() == (pieces > 1)
+    assert (tmp_path / place / "checkpoints/7").exists() == (pieces > 1)
 
 
 def test_sigterm_between_two_tries_ends_the_launcher(tmp_path):
