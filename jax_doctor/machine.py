@@ -18,6 +18,7 @@ from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import NamedTuple
 
+PTXAS_SECONDS = 20.0  # To start a program of 30 MB from a slow disk.
 # The device nodes that JAX itself looks for before it tries the CUDA backend.
 NVIDIA_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 WSL_NODE = "/dev/dxg"
@@ -293,7 +294,10 @@ def _ptxas() -> str | None:
         return None
     try:
         text = subprocess.check_output(
-            [program, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20
+            [program, "--version"],
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=PTXAS_SECONDS,
         )
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -29,7 +29,7 @@ RUNTIME = ("coordination service", "Socket closed", "CoordinationService")
 COLLECTIVES = ("Gloo", "NCCL")  # Why: docs/decisions/cluster.md#failed-collectives
 PEER = ("closed by peer", "reset by peer", "Broken pipe", "imed out", "remote process")
 # Why: docs/decisions/cluster.md#initialize
-START_SECONDS = 600.0  # From the first process that has imported JAX to the last.
+START_SECONDS = 3600.0  # From the first process that has imported JAX to the last.
 HEARTBEATS: list[Heartbeat] = []  # Of this process, once it has met the others.
 
 

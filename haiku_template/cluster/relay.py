@@ -32,7 +32,7 @@ from haiku_template.cluster.identity import Message
 from haiku_template.cluster.rendezvous import Meeting, parsed
 from haiku_template.errors import DeviceError
 
-RETRY_SECONDS, PATIENCE_SECONDS, START_SECONDS = 0.2, 60.0, 3600.0
+RETRY_SECONDS, PATIENCE_SECONDS, START_SECONDS = 0.2, 60.0, 86_400.0
 LONGEST_FOLDER = 80  # Letters: a Unix socket's name has at most 107.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ROOT = str(Path(__file__).parents[2])

@@ -12,6 +12,7 @@ import ipaddress
 import math
 import os
 import queue
+import resource
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -30,6 +31,7 @@ BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 ANYWHERE = ("", "0.0.0.0", "::")
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 BACKLOG = 1024
+LINKS, FILES = 8, 1024  # Open files for each process, here and in the relay; others.
 SHARED = (
     "a workdir must be on a disk that all processes share, and each run needs a port "
     "of its own"
@@ -101,6 +103,7 @@ def _receive(
     address: str, hello_0: Message, seconds: float, links: ExitStack, workdir: Workdir
 ) -> Meeting:
     """Waits for the others at process 0, and tells them the error if there is one."""
+    _allow_links(hello_0["count"])
     server, deadline = links.enter_context(_listen(address)), time.monotonic() + seconds
     came, unseen, error = {0: hello_0}, set(), None
     peers: list[tuple[Peer, str]] = []
@@ -131,6 +134,14 @@ def _receive(
     if error:
         raise error
     return Meeting([peer for peer, _ in peers], start, server)
+
+
+def _allow_links(count: int) -> None:
+    """Raises this process's limit of open files to what so many others need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # Endless may be -1, as one that is no number.
+        most = min(LINKS * count + FILES, hard % 2**63)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _peer(name: str, link: socket.socket) -> Peer:

@@ -35,6 +35,7 @@ PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN, LEFT_OUT = ".lock", "run.json", "left_out"
 LOCK_SECONDS = 120.0  # More than a lease of NFS.
 ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
+GIT_SECONDS = 60.0  # To look at each file of a large repository on a network disk.
 # Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
 RANKS = {"best_metric": "eval/loss", "best_mode": "min"}  # Of an earlier version.
@@ -394,7 +395,7 @@ def _commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=5
+            command, stderr=subprocess.DEVNULL, text=True, timeout=GIT_SECONDS
         ).strip()
     return None
 

@@ -1,5 +1,7 @@
 import contextlib
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +9,7 @@ import pytest
 
 from haiku_template.cluster import identity, join, meet
 from haiku_template.errors import ConfigError, DeviceError
+from tests.runs import ROOT
 
 
 def fault(*given, **options):
@@ -33,6 +36,28 @@ def faults(address, *processes, seconds=5.0):
 
 def test_all_go_on_once_all_are_there(address):
     assert faults(address, *((4, i, {"jax": "1"}) for i in range(4))) == [None] * 4
+
+
+FEW_FILES = """
+import resource, sys
+from haiku_template.cluster import meet
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, hard))
+print(len(meet(sys.argv[1], 90, 0, {}, 20.0, sys.argv[2]).peers))
+"""
+
+
+def test_more_processes_meet_than_one_may_have_open_files(address, tmp_path):
+    """The usual limit of 1,024 was that of some 340 processes."""
+    command = [sys.executable, "-c", FEW_FILES, address, str(tmp_path)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+
+    def come(index):
+        return fault(address, 90, index, {}, 20.0, tmp_path)
+
+    with ThreadPoolExecutor(89) as pool:
+        assert [*pool.map(come, range(1, 90))] == [None] * 89
+    assert first.communicate(timeout=60)[0] == "89\n"
 
 
 def test_a_missing_process_is_named_to_all_that_came(address):
