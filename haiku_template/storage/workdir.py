@@ -34,7 +34,7 @@ CHECKPOINTS, TENSORBOARD, REPORT = "checkpoints", "tensorboard", "report.png"
 PROFILE, BASE, CONFUSION = "profile", "base.json", "confusion.png"
 LOCK, RUN, LEFT_OUT = ".lock", "run.json", "left_out"
 LOCK_SECONDS = 120.0  # More than a lease of NFS.
-ASKED_TRIES, ASKED_SECONDS = 3, 0.05  # `is_locked` holds the lock for a moment.
+ASKED_TRIES, ASKED_SECONDS = 20, 0.05  # `is_locked` holds the lock for a moment.
 GIT_SECONDS = 60.0  # To look at each file of a large repository on a network disk.
 # Why: docs/decisions/storage.md#commit-file
 COMMIT = "commit_success.txt"  # The last file that Orbax writes of a checkpoint.
