@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from haiku_template.errors import ConfigError, counted
 
-SCONTROL_SECONDS = 300.0  # All processes of a job ask at once, and Slurm tries again.
+SECONDS = 300.0  # For Slurm: all processes of a job ask at once, and it tries again.
 PORTS = range(61_440, 65_536)  # Of the jobs of one machine; as JAX's own.
 
 
@@ -94,9 +94,7 @@ def _address_of(host: str) -> str:
     except OSError:
         command = ["scontrol", "--oneliner", "show", "node", host]
         try:
-            description = subprocess.check_output(
-                command, text=True, timeout=SCONTROL_SECONDS
-            )
+            description = subprocess.check_output(command, text=True, timeout=SECONDS)
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(
                 f"the name of node {host} cannot be looked up, nor can scontrol tell "

@@ -608,9 +608,8 @@ def _restore(workdir: Path, which: str, read: Read) -> tuple[int, Any]:
                     raise
         logger.warning(f"the run replaced step {step} in {workdir} as it was read")
     raise StorageError(
-        f"the run replaced {REPLACED_TRIES} checkpoints in a row in {workdir} as they "
-        "were read, since it saves faster: let it keep more of them (config.keep_last),"
-        " or read one that stays (--checkpoint=best)"
+        f"the run replaced {REPLACED_TRIES} steps in {workdir} as each was read: "
+        "keep more (config.keep_last), or read one that stays (--checkpoint=best)"
     )
 
 

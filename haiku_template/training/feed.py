@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 DEPTH = 2  # Batches that wait for the loop.
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
-# Of waiting for a thread in the data set: it may hang there, or wait for the loop. Who
-# has to wait does so for some of the longest batches so far.
+# Of waiting for a thread in the data set: it may hang there, or wait for the loop. The
+# wait grows with the longest batch so far.
 BUSY_SECONDS, BUSY_TIMES = 10.0, 10.0
 BUSY = (
-    "the batch of step %d takes more than %.0f s: it hangs, or waits for the loop, and "
-    "other batches are made beside it; where they share a buffer or a file's position "
-    "with it, they may be wrong"
+    "the batch of step %d takes more than %.0f s: it hangs, or waits for the loop; "
+    "what is read beside it may be wrong, where it shares a buffer or a file's position"
 )
 # Seconds to make a step's batch and put it on the devices, below which a thread takes
 # more from the loop (they share the interpreter's lock) than it hides.
