@@ -1,8 +1,9 @@
+import os
 import socket
 
 import pytest
 
-from haiku_template.cluster import asked
+from haiku_template.cluster import asked, detection
 from haiku_template.cluster.detection import detect, first_host, own_cards
 from haiku_template.errors import ConfigError
 
@@ -208,3 +209,12 @@ def test_what_flags_tell_is_not_asked_of_the_launcher():
     with pytest.raises(ConfigError, match="cannot be shared evenly"):
         asked("auto", uneven, coordinator_address="here:1")
     assert asked("auto", uneven, coordinator_address="here:1", local_device_ids=[2])
+
+
+@pytest.mark.slow
+def test_slurm_may_be_slow_where_all_processes_ask_it_at_once(tmp_path, monkeypatch):
+    answer = "NodeName=gone.invalid NodeAddr=10.0.0.7 State=IDLE"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\nsleep 25\necho {answer}\n")
+    (tmp_path / "scontrol").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert detection._address_of("gone.invalid") == "10.0.0.7"

@@ -599,3 +599,11 @@ def test_what_is_named_beyond_the_last_step_and_is_another_is_set_aside(
     assert params.keys() == expected.keys()
     for name, value in expected.items():
         assert np.array_equal(params[name], value), name
+
+
+@pytest.mark.slow
+def test_git_may_be_slow_in_a_large_repository_on_a_network_disk(tmp_path, monkeypatch):
+    (tmp_path / "git").write_text("#!/bin/sh\nsleep 6\necho 1234567\n")
+    (tmp_path / "git").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert workdir._commit() == "1234567"
