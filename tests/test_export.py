@@ -404,6 +404,16 @@ def test_a_model_of_one_batch_size_is_refused():
         export_forward(forward, np.zeros((3, 5), np.float32))
 
 
+def test_a_model_that_takes_the_length_of_a_batch_is_told_of_its_shape():
+    """JAX's words were of an object that no model names."""
+    pytest.importorskip("flatbuffers")
+    inputs = np.zeros((3, 5, 2), np.float32)
+    with pytest.raises(ConfigError, match=r"integer \(in the model x.shape\[0\] may"):
+        export_forward(lambda x: x.reshape(len(x), 10), inputs)
+    exported, _ = export_forward(lambda x: x.reshape(x.shape[0], 10), inputs)
+    assert str(exported.out_avals[0].shape[0]) == "b"
+
+
 def test_a_model_of_one_batch_size_is_exported_for_it():
     pytest.importorskip("flatbuffers")
 

@@ -23,6 +23,7 @@ from haiku_template.training.initial import dependents
 from haiku_template.training.state import Recipe
 
 PLATFORMS = ("cpu", "cuda")  # Why: docs/decisions/finetuning.md#lowered
+LENGTH = " (in the model x.shape[0] may do where len(x) does not)"
 MOST_BYTES = 2**31  # Most that jax.export and ONNX serialize, parameters included.
 
 
@@ -124,7 +125,8 @@ def export_forward(
 
 def in_a_line(error: Exception) -> str:
     """First line of an error's words, or its class, where it has none."""
-    return str(error).partition("\n")[0] or type(error).__name__
+    line = str(error).partition("\n")[0] or type(error).__name__
+    return line + LENGTH * ("'_DimExpr' object cannot be interpreted" in line)
 
 
 def _described(tree: Any) -> dict[str, Any]:

@@ -334,12 +334,10 @@ class Trainer:
         dataset = data.evaluation if dataset is None else dataset
         dataset = as_dataset(dataset, data, size, whole_batch=whole_batch)
         # Gathered once: for its batches a process waits for no other.
-        variables, frozen = self.devices.gather(state.of_model())
-        return self.devices.map_batches(
-            lambda _, batch: self._predict_step(variables, frozen, batch),
-            None,
-            placed_inputs(dataset, whole_batch, self.feed.alone),
-        )
+        model = self.devices.gather(state.of_model())
+        step = self.devices.implicit_transfers()(self._predict_step)  # To compile.
+        inputs = placed_inputs(dataset, whole_batch, self.feed.alone)
+        return self.devices.map_batches(lambda _, x: step(*model, x), None, inputs)
 
     def padded_size(self, dataset: Any) -> int:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""

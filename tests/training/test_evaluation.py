@@ -48,6 +48,22 @@ def test_a_model_that_knows_its_device_is_evaluated(tmp_path, devices):
     assert np.isfinite(result.metrics["eval/loss"])
 
 
+def test_a_model_may_make_arrays_while_it_is_traced(devices):
+    """As the layers of e3nn_jax; predictions were an error of JAX's guard."""
+
+    def forward(x):
+        with jax.ensure_compile_time_eval():
+            scale = jnp.ones(3)
+        return hk.Linear(3)(x) * scale
+
+    trainer = trainer_of(forward, example(24, 8), devices)
+    state = trainer.init()
+    with devices.explicit_transfers():
+        outputs = np.concatenate([*trainer.predict(state)])
+        assert np.isfinite(trainer.evaluate(state)["eval/loss"])
+    assert outputs.shape == (24, 3)
+
+
 @pytest.mark.slow(but="31-7")
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 @pytest.mark.parametrize(("size", "batch_size"), [(97, 32), (5, 64), (64, 32), (31, 7)])
