@@ -112,13 +112,13 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
         if early:
             check_measured("early_stop.metric", early, ())
         return
-    for evaluation in (dataset, *(sets := data.evaluations).values()):
-        trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
-    if of_batch := trainer.own_batch_outputs:
-        _warn_of_numbers(of_batch)
-    shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
     state, eval_step = trainer.abstract, trainer.functions().eval_step
     try:
+        for evaluation in (dataset, *(sets := data.evaluations).values()):
+            trainer.padded_size(evaluation)  # Raises if the devices do not divide it.
+        if of_batch := trainer.own_batch_outputs:
+            _warn_of_numbers(of_batch)
+        shapes = canonical_shapes(pad(dataset.batch(0), trainer.padded_size(dataset)))
         sums = trainer.devices.abstract(eval_step, *state.of_model(), shapes)
     except KeyError as error:
         _check_names(error, trainer.feed.example, dataset.batch(0))

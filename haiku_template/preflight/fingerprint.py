@@ -70,7 +70,8 @@ def of(trainer: Trainer) -> dict[str, str]:
     batch, rows = whole_batches(data.train).batch(0), trainer.feed.batch_size
     shapes = canonical_shapes(batch, rows=rows)
     state = canonical_shapes(trainer.abstract)
-    padded = shapes, jax.ShapeDtypeStruct((rows,), np.int32)
+    like = shapes if data.evaluation is None else data.evaluation.batch(0)
+    padded = canonical_shapes(like, rows=rows), jax.ShapeDtypeStruct((rows,), np.int32)
 
     def steps(axis_name: str | None) -> dict[str, str]:
         functions, trained = trainer.functions(axis_name), state.without_frozen()

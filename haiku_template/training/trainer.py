@@ -22,7 +22,7 @@ from haiku_template.data.examples import as_dataset, as_labelled
 from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
-from haiku_template.devices.transfer import own_rows
+from haiku_template.devices.transfer import canonical_shapes, own_rows
 from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
 from haiku_template.models.attention import for_devices
@@ -360,12 +360,9 @@ class Trainer:
 
     @functools.cached_property
     def _outputs(self) -> Outputs:
-        of_examples = hasattr(self.recipe.task.function, "of_examples")
-        return Outputs() if of_examples else self._trace_outputs()
-
-    def _trace_outputs(self) -> Outputs:
-        # Why: docs/decisions/training.md#own-loss
-        size = self.feed.batch_size
+        if hasattr(self.recipe.task.function, "of_examples"):
+            return Outputs()
+        size = self.feed.batch_size  # Why: docs/decisions/training.md#own-loss
         try:  # What has that many rows by chance, as experts of a batch, is no row.
             return Outputs(self._batch_outputs(7 * size + 1))
         except Exception:  # A model may be of one size, or of its multiples.
@@ -374,8 +371,11 @@ class Trainer:
     def _batch_outputs(self, size: int) -> tuple[str, ...]:
         """Traces a batch of this size, and lists what is not [size, ...]."""
         predict_step = self._predict_function()
-        longer = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)  # noqa: E731
-        inputs = inputs_of(self.feed.example, self.recipe.task.whole_batch)
+        dataset, example = self.experiment.data.evaluation, self.feed.example
+        if dataset is not None:  # Its batches may have other names.
+            example = each_shape(dataset)[0]
+        example = canonical_shapes(example, rows=size)
+        inputs = inputs_of(example, self.recipe.task.whole_batch)
         shapes: list[tuple[str, tuple[int, ...]]] = []
 
         def look(*args: Any) -> None:  # Outputs may be of any type, and stay inside.
@@ -383,8 +383,7 @@ class Trainer:
             shapes.extend((path_of(keys), np.shape(x)) for keys, x in outputs)
 
         places = jax.ShapeDtypeStruct((size,), np.int32)
-        batch = jax.tree.map(longer, inputs), places
-        self.devices.abstract(look, *self.abstract.of_model(), batch)
+        self.devices.abstract(look, *self.abstract.of_model(), (inputs, places))
         return tuple(path for path, shape in shapes if shape[:1] != (size,))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:

@@ -13,7 +13,7 @@ from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
-from haiku_template.runs import train
+from haiku_template.runs import Run, train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, Task
 from haiku_template.training.experiment import make_task
@@ -280,6 +280,38 @@ def test_evaluation_batches_with_other_names_are_named(tmp_path, one_device):
     words = "asks for 'label'; .*set has inputs, labels, and .* train on image, label"
     with pytest.raises(ConfigError, match=words):
         train(trainer, num_steps=2, workdir=tmp_path)
+
+
+def test_evaluation_batches_may_have_names_that_training_has_not(tmp_path, devices):
+    """As two views of an image are trained on, and the image itself is evaluated."""
+
+    class Views:
+        def batch(self, step):
+            return {"first": INPUTS[:8], "second": -INPUTS[:8]}
+
+    def forward(batch, is_training):
+        names = ("first", "second") if is_training else ("image",)
+        net = hk.Linear(2)
+        return [net(batch[name]) for name in names]
+
+    class Images:
+        num_batches = 2
+
+        def batch(self, index):
+            return {"image": INPUTS[8 * index :][:8]}
+
+    def make(devices):
+        return plain(
+            data=Data(Views(), Images(), 2),
+            model=hk.transform(forward),
+            task=lambda outputs: {"loss": jnp.square(sum(outputs)).sum(1)},
+        )
+
+    train(make(devices).trainer(devices), num_steps=2, workdir=tmp_path)
+    run = Run.open(tmp_path, devices, experiment=make)
+    outputs = np.concatenate([x for (x,) in run.trainer.predict(run.state)])
+    expected = np.square(outputs).sum(axis=1).mean()
+    assert run.evaluate()["eval/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_keys_of_the_config_are_no_facts_of_a_task():
