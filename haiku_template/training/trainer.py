@@ -360,8 +360,10 @@ class Trainer:
 
     @functools.cached_property
     def _outputs(self) -> Outputs:
-        if hasattr(self.recipe.task.function, "of_examples"):
-            return Outputs()
+        of_examples = hasattr(self.recipe.task.function, "of_examples")
+        return Outputs() if of_examples else self._trace_outputs()
+
+    def _trace_outputs(self) -> Outputs:
         size = self.feed.batch_size  # Why: docs/decisions/training.md#own-loss
         try:  # What has that many rows by chance, as experts of a batch, is no row.
             return Outputs(self._batch_outputs(7 * size + 1))
@@ -371,10 +373,8 @@ class Trainer:
     def _batch_outputs(self, size: int) -> tuple[str, ...]:
         """Traces a batch of this size, and lists what is not [size, ...]."""
         predict_step = self._predict_function()
-        dataset, example = self.experiment.data.evaluation, self.feed.example
-        if dataset is not None:  # Its batches may have other names.
-            example = each_shape(dataset)[0]
-        example = canonical_shapes(example, rows=size)
+        dataset = self.experiment.data.evaluation  # Its batches may have other names.
+        example = self.feed.example if dataset is None else each_shape(dataset)[0]
         inputs = inputs_of(example, self.recipe.task.whole_batch)
         shapes: list[tuple[str, tuple[int, ...]]] = []
 
@@ -382,8 +382,8 @@ class Trainer:
             outputs = tree_leaves_with_path(predict_step(*args))
             shapes.extend((path_of(keys), np.shape(x)) for keys, x in outputs)
 
-        places = jax.ShapeDtypeStruct((size,), np.int32)
-        self.devices.abstract(look, *self.abstract.of_model(), (inputs, places))
+        batch = canonical_shapes((inputs, np.zeros(1, np.int32)), rows=size)
+        self.devices.abstract(look, *self.abstract.of_model(), batch)
         return tuple(path for path, shape in shapes if shape[:1] != (size,))
 
     def merged(self, state: TrainState) -> tuple[hk.Params, hk.State]:
