@@ -333,11 +333,11 @@ class Trainer:
         whole_batch = self.recipe.task.whole_batch
         dataset = data.evaluation if dataset is None else dataset
         dataset = as_dataset(dataset, data, size, whole_batch=whole_batch)
-        # Gathered once: for its batches a process waits for no other.
-        model = self.devices.gather(state.of_model())
-        step = self.devices.implicit_transfers()(self._predict_step)  # To compile.
+        model = self.devices.gather(state.of_model())  # Once: no process waits later.
+        opened = self.devices.implicit_transfers()  # To compile.
+        step = opened(lambda _, batch: self._predict_step(*model, batch))
         inputs = placed_inputs(dataset, whole_batch, self.feed.alone)
-        return self.devices.map_batches(lambda _, x: step(*model, x), None, inputs)
+        return self.devices.map_batches(step, None, inputs)
 
     def padded_size(self, dataset: Any) -> int:
         """Rows to pad the batches of an evaluation set to; raises as `padded_size`."""
