@@ -21,7 +21,7 @@ from haiku_template.errors import ConfigError, printable
 
 ROOM = 2**28  # Bytes beside the file that is read.
 # Why: docs/decisions/storage.md#pickle-seconds
-SECONDS, BYTES_A_SECOND = 20, 2**24  # Of a processor's time; the slowest is lzma.
+SECONDS, BYTES_A_SECOND = 20, 2**21  # Of a processor, which may be a slow one.
 DTYPES = {"bool": "BOOL", "bfloat16": "BF16"}  # As safetensors spell them.
 DTYPES |= {f"float{bits}": f"F{bits}" for bits in (16, 32, 64)}
 DTYPES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}

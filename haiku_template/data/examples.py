@@ -91,6 +91,19 @@ def read_examples(
     return Examples(as_dataset(arrays, data, batch_size, name, whole_batch))
 
 
+def evaluated(data: Data) -> Any:
+    """Makes a batch as a model gets it in evaluation, of the largest shape.
+
+    It is one to train on, unless those to evaluate on have names of their own.
+    """
+    sets = [x for x in (data.train, data.evaluation) if x is not None]
+    like, *others = [each_shape(x)[0] for x in sets]
+    other = [
+        x for x in others if leaves_by_path(x).keys() != leaves_by_path(like).keys()
+    ]
+    return other[0] if other else like
+
+
 def taken(like: Any, whole_batch: bool) -> set[str]:
     """Names of a batch that the model takes, as `models.forms.inputs_of` selects."""
     names = _names(leaves_by_path(like))

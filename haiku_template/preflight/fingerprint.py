@@ -70,8 +70,10 @@ def of(trainer: Trainer) -> dict[str, str]:
     batch, rows = whole_batches(data.train).batch(0), trainer.feed.batch_size
     shapes = canonical_shapes(batch, rows=rows)
     state = canonical_shapes(trainer.abstract)
-    like = shapes if data.evaluation is None else data.evaluation.batch(0)
-    padded = canonical_shapes(like, rows=rows), jax.ShapeDtypeStruct((rows,), np.int32)
+    like = batch if data.evaluation is None else data.evaluation.batch(0)
+    if jax.tree.structure(like) == jax.tree.structure(batch):
+        like = batch  # The lengths of a set to evaluate on are no code.
+    padded = canonical_shapes((like, np.zeros(1, np.int32)), rows=rows)
 
     def steps(axis_name: str | None) -> dict[str, str]:
         functions, trained = trainer.functions(axis_name), state.without_frozen()

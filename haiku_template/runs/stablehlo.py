@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from haiku_template.data import each_shape
+from haiku_template.data.examples import evaluated
 from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError, need_package
 from haiku_template.models.forms import inputs_of
@@ -70,7 +70,7 @@ def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
             f"the parameters take {size:,} bytes, and a program's file holds less than "
             f"{MOST_BYTES:,}; --format=safetensors has no such limit"
         )
-    batch = each_shape(run.trainer.experiment.data.train)[0]
+    batch = evaluated(run.trainer.experiment.data)
     inputs = inputs_of(batch, run.trainer.recipe.task.whole_batch)
     program = functools.partial(model, variables)
     _check_draws_nothing(program, inputs, run.trainer.recipe)

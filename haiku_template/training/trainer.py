@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves_with_path
 from haiku_template import finetuning as tuning
 from haiku_template import stored
 from haiku_template.data import each_shape
-from haiku_template.data.examples import as_dataset, as_labelled
+from haiku_template.data.examples import as_dataset, as_labelled, evaluated
 from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
@@ -373,8 +373,7 @@ class Trainer:
     def _batch_outputs(self, size: int) -> tuple[str, ...]:
         """Traces a batch of this size, and lists what is not [size, ...]."""
         predict_step = self._predict_function()
-        dataset = self.experiment.data.evaluation  # Its batches may have other names.
-        example = self.feed.example if dataset is None else each_shape(dataset)[0]
+        example = evaluated(self.experiment.data)
         inputs = inputs_of(example, self.recipe.task.whole_batch)
         shapes: list[tuple[str, tuple[int, ...]]] = []
 

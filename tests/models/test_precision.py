@@ -64,7 +64,7 @@ def test_half_precision_follows_float32_and_keeps_the_state_in_it(devices, preci
     assert losses != expected  # Something was rounded.
 
 
-@pytest.mark.slow(but="float16")
+@pytest.mark.slow(but="[float16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_layers_see_half_precision_and_norms_float32(one_device, precision):
     seen = {}

@@ -1,6 +1,7 @@
 """Parts of a user's own: train steps, first states, what a task asks for by name."""
 
 import functools
+import json
 
 import haiku as hk
 import jax
@@ -13,7 +14,9 @@ from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, mean_over
 from haiku_template.errors import ConfigError
+from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, train
+from haiku_template.runs.stablehlo import export_stablehlo
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, Task
 from haiku_template.training.experiment import make_task
@@ -312,6 +315,28 @@ def test_evaluation_batches_may_have_names_that_training_has_not(tmp_path, devic
     outputs = np.concatenate([x for (x,) in run.trainer.predict(run.state)])
     expected = np.square(outputs).sum(axis=1).mean()
     assert run.evaluate()["eval/loss"] == pytest.approx(expected, rel=1e-5)
+    if devices.num_devices == 1:
+        export_stablehlo(run, tmp_path / "exported")
+        described = json.loads((tmp_path / "exported/forward.json").read_text())
+        assert [*described["inputs"]] == ["image"], described
+
+
+def test_the_lengths_of_what_is_evaluated_are_no_code(one_device):
+    """As the first batch of a set in buckets, which other texts may change."""
+
+    def cross_entropy_of(outputs, batch):
+        return {"loss": cross_entropy(outputs, batch)}
+
+    def digest(length):
+        data = DATA._replace(
+            train=ArrayDataset(np.ones((16, 5, 2)), LABELS[:16], BatchSpec(8)),
+            evaluation=EvaluationSet(np.ones((16, length, 2)), LABELS[:16], 8),
+        )
+        model = hk.transform(lambda x: hk.Linear(2)(x.mean(1)))
+        made = plain(data=data, model=model, task=cross_entropy_of)
+        return fingerprint.of(made.trainer(one_device))["evaluation step"]
+
+    assert digest(3) == digest(7)
 
 
 def test_keys_of_the_config_are_no_facts_of_a_task():

@@ -131,7 +131,7 @@ def test_options_give_the_numbers_of_one_device(options):
     np.testing.assert_allclose(found, expected, rtol=5e-6, atol=2e-6)
 
 
-@pytest.mark.slow(but="float16")
+@pytest.mark.slow(but="[float16")
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_gathers_half_the_bytes(precision):
     options = {"model": model_of(plain), "precision": precision}
