@@ -97,11 +97,9 @@ def evaluated(data: Data) -> Any:
     It is one to train on, unless those to evaluate on have names of their own.
     """
     sets = [x for x in (data.train, data.evaluation) if x is not None]
-    like, *others = [each_shape(x)[0] for x in sets]
-    other = [
-        x for x in others if leaves_by_path(x).keys() != leaves_by_path(like).keys()
-    ]
-    return other[0] if other else like
+    train, evaluation = (each_shape(sets[i])[0] for i in (0, -1))
+    is_alike = leaves_by_path(train).keys() == leaves_by_path(evaluation).keys()
+    return train if is_alike else evaluation
 
 
 def taken(like: Any, whole_batch: bool) -> set[str]:
