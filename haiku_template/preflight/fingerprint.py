@@ -40,8 +40,10 @@ VERSIONS = ("format", "jax", "python")
 FIRST_BATCH = "first batch of the training data"  # Not where a process has a share.
 ENDS = "first and last rows of the training data"  # Where these are arrays.
 NUM_STEPS = "num_steps"  # With which the run began: a schedule may end with it.
+SEVERAL = "several devices"  # If it began on several.
+OVER_DEVICES = "steps over devices"
 # Traced, in operations that may be others on another platform.
-STEPS = {"train step", "evaluation step", "first parameters", "steps over devices"}
+STEPS = {"train step", "evaluation step", "first parameters", OVER_DEVICES}
 # The identity on one device. Why: docs/decisions/storage.md#fingerprint
 EARLIER = {"optimization_barrier", "psum", "psum_invariant", "pvary", "pcast"}
 IDENTITIES = EARLIER | {"pmax", "pmin"}
@@ -109,7 +111,7 @@ def of(trainer: Trainer) -> dict[str, str]:
     if own_step or "axis_name" in facts_of(trainer.recipe.task.values):
         context = contextvars.copy_context()
         context.run(_identities.set, frozenset())
-        digests["steps over devices"] = _value(context.run(steps, AXIS_NAME))
+        digests[OVER_DEVICES] = _value(context.run(steps, AXIS_NAME))
     return digests
 
 
@@ -144,7 +146,8 @@ def _save_or_compare(workdir: Path, trainer: Trainer, num_steps: int) -> None:
         _check(workdir, trainer, num_steps, advice)
     else:
         num_steps = trainer.experiment.config.get(NUM_STEPS, num_steps)
-        digests = of(trainer) | {NUM_STEPS: num_steps}
+        several = trainer.devices.num_devices > 1
+        digests = of(trainer) | {NUM_STEPS: num_steps, SEVERAL: several}
         with workdirs.usable(workdir):
             workdirs.write_json(file, digests)
 
@@ -164,6 +167,7 @@ def _check(
     """Asserts that this is the fingerprint of the run, whose `num_steps` may differ."""
     saved = workdirs.read_json(workdir / workdirs.PROGRAM)
     config, start = trainer.experiment.config, saved.pop(NUM_STEPS, None)
+    several, began = trainer.devices.num_devices > 1, saved.pop(SEVERAL, None)
     if config and start not in (None, config[NUM_STEPS]):
         trainer = _with_num_steps(trainer, config, start)
     digests = _of_version(trainer, saved)
@@ -171,6 +175,8 @@ def _check(
     keys = (saved.keys() | digests.keys()) - ({FIRST_BATCH, ENDS} - shared)
     keys = {key for key in keys if saved.get(key) != digests.get(key)}
     changes = keys - {"platform", *VERSIONS}
+    if began not in (None, several):  # A model may average where there are several.
+        changes.discard(OVER_DEVICES)
     if "platform" in keys and (steps := changes & STEPS):
         logger.warning(
             f"{workdir} began on {saved.get('platform')}, and on {digests['platform']} "

@@ -352,6 +352,51 @@ def test_another_jax_is_named_where_its_trace_differs(tmp_path):
     assert json.loads(file.read_text()) == kept
 
 
+@pytest.mark.parametrize("counts", [(4, 1), (1, 4)], ids=["to one", "to four"])
+def test_a_step_of_ones_own_with_norms_goes_on_on_other_devices(
+    tmp_path, caplog, counts
+):
+    """Where there are several, its model averages, too; an edit on these is refused."""
+
+    def run_on(count, reduce=jax.lax.pmean, num_steps=2):
+        devices = DeviceManager.create("cpu", num_devices=count)
+        names = {"cross_replica_axis": devices.axis_name}
+
+        def net(inputs):
+            normed = hk.BatchNorm(True, True, 0.9, **names)(inputs, is_training=True)
+            return hk.Linear(2)(normed)
+
+        model = hk.without_apply_rng(hk.transform_with_state(net))
+
+        def init(rng, batch):
+            params, net_state = model.init(rng, batch["inputs"])
+            return {"params": params, "net_state": net_state}
+
+        def step(state, batch, rng, axis_name):
+            def loss(params):
+                args = params, state.net_state, batch["inputs"]
+                outputs, net_state = model.apply(*args)
+                return jnp.square(outputs).mean(), net_state
+
+            grads, net_state = jax.grad(loss, has_aux=True)(state.params)
+            if axis_name is not None:
+                grads = reduce(grads, axis_name)
+            params = jax.tree.map(lambda x, g: x - 0.1 * g, state.params, grads)
+            new = state._replace(params=params, net_state=net_state)
+            return new, {"loss": jnp.zeros(())}
+
+        data = from_split(split_of(INPUTS, LABELS), BatchSpec(16))
+        parts = {"data": data._replace(evaluation=None), "init": init, "step": step}
+        trainer = Experiment(**parts).trainer(devices)
+        return train(trainer, num_steps=num_steps, workdir=tmp_path)
+
+    run_on(counts[0])
+    run_on(counts[1], num_steps=4)
+    assert "computed something else" not in caplog.text
+    with pytest.raises(ConfigError, match="steps over devices"):
+        run_on(counts[0], jax.lax.psum, num_steps=6)
+
+
 def test_another_kind_of_device_is_warned_of_where_its_trace_differs(tmp_path, caplog):
     run_unchanged(tmp_path)
     file = tmp_path / "program.json"
