@@ -123,6 +123,7 @@ def test_a_change_runs_all_tests_of_packages_on_one_python(minors, tmp_path):
     words = calls[-1].split()
     assert f"PYTHON=python3.{minors[-1]}" in words
     assert {"test-trackers", "test-onnx"} < set(words)
+    assert "LATER=" in words  # What is heavy, too, on whatever Python.
     places = dict(x.split("=") for x in words if "=" in x)
     for name in ("VENV", "TRACKERS_VENV", "ONNX_VENV"):  # None of them is the clone's.
         assert places[name].startswith(f"{tmp_path}/tmp."), name
