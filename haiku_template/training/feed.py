@@ -4,8 +4,10 @@ import contextlib
 import functools
 import logging
 import queue
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 DEPTH = 2  # Batches that wait for the loop.
 LEAVE_SECONDS = 5.0  # Of waiting for the thread, which may be making a batch.
-# Of waiting for a thread in the data set: it may hang there, or wait for the loop. The
-# wait grows with the longest batch so far.
-BUSY_SECONDS, BUSY_TIMES = 10.0, 10.0
+# Of waiting for a thread in the data set, which may hang there, or wait for the loop:
+# so many, or some of the median batch. The longest may have waited for a compilation.
+BUSY_SECONDS, BUSY_TIMES, REMEMBERED = 10.0, 10.0, 100
 BUSY = (
     "the batch of step %d takes more than %.0f s: it hangs, or waits for the loop; "
     "what is read beside it may be wrong, where it shares a buffer or a file's position"
@@ -90,8 +92,9 @@ class Feed:
     def __init__(self, experiment: "Experiment", devices: DeviceManager) -> None:
         self._devices, self._experiment = devices, experiment
         self.reading = threading.Lock()
-        # The batch that is read, one that was not waited for, the longest's seconds.
-        self._step, self._passed, self._longest = -1, -1, 0.0
+        # The batch that is read, one that was not waited for, and seconds of others.
+        self._step, self._passed = -1, None
+        self._seconds: deque[float] = deque([0.0], REMEMBERED)
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
         self.steps_per_call = self.stack = experiment.steps_per_call or 1
@@ -207,7 +210,7 @@ class Feed:
             self._step, begun = step, time.monotonic()
             rows = self._own(self._next(step))
             if step != self._passed:  # Which may have waited for the loop.
-                self._longest = max(self._longest, time.monotonic() - begun)
+                self._seconds.append(time.monotonic() - begun)
             if _kinds(rows) != self._kinds:
                 _check_alike(self._example, rows, step)
             return rows if gathers(self._source) else detached(rows)
@@ -221,14 +224,15 @@ class Feed:
         """Context in which no other thread reads data, unless one hangs there."""
         context = contextlib.ExitStack()
         # Once for each batch: an evaluation may have thousands of its own.
-        waits = self._step != self._passed
-        seconds = max(BUSY_SECONDS, BUSY_TIMES * self._longest) * waits
+        step, median = self._step, statistics.median([*self._seconds])
+        waits = step != self._passed
+        seconds = max(BUSY_SECONDS, BUSY_TIMES * median) * waits
         if self.reading.acquire(timeout=seconds):
             context.callback(self.reading.release)
         elif waits:
-            if self._passed < 0:
-                logger.warning(BUSY, self._step + 1, seconds)
-            self._passed = self._step
+            if self._passed is None:
+                logger.warning(BUSY, step + 1, seconds)
+            self._passed = step
         return context
 
     def _put(self, step: int) -> Any:
