@@ -44,11 +44,11 @@ def one(rng, *values):
     return values[rng.integers(len(values))]
 
 
-def draw(seed, kinds=KINDS):
-    """The case of a seed, of one of the kinds."""
+def draw(seed, kinds=KINDS, processes=1):
+    """The case of a seed, of one of the kinds, which so many processes train."""
     rng = np.random.default_rng(seed)
     kind = one(rng, *kinds)
-    devices = one(rng, 1, 1, 2, 4)
+    devices = max(one(rng, 1, 1, 2, 4), processes)
     case = {"seed": seed, "kind": kind, "devices": devices}
     case |= {"devices_then": one(rng, devices, 1, 2), "stops_at": None}
     case |= {"num_train": one(rng, 21, 24, 40), "num_test": one(rng, 7, 16, 19)}
@@ -72,6 +72,7 @@ def draw(seed, kinds=KINDS):
         case["devices_then"] = devices  # Of one's examples may be infinite.
     config |= _left_out(rng, case, config)
     case["trouble"] = _trouble(rng, kind, case, config)
+    case |= _processes(case, processes)
     if case["bad"] is not None:
         config["max_consecutive_nonfinite"] = 9
     case["config"] = config
@@ -177,6 +178,19 @@ def _trouble(rng, kind, case, config):
     if may_lose and rng.random() < 0.5:
         return "loses its source"
     return some(rng, 0.5, "killed", None)
+
+
+def _processes(case, most):
+    """Processes of the first start and of those after it, and how one is stopped."""
+    if most == 1:
+        return {"processes": (1, 1), "halt": None}
+    rng = np.random.default_rng((case["seed"], 2))
+    starts = case["stops_at"] is not None or case["left_out"]
+    pair = one(rng, (most, most), (most, 1), (1, most)) if starts else (most, most)
+    case["devices_then"] = max(case["devices_then"], pair[1])
+    number = "SIGKILL" if case["trouble"] == "killed" else "SIGTERM"
+    index = one(rng, *range(most), *(["all"] if number == "SIGTERM" else []))
+    return {"processes": pair, "halt": (index, number)}
 
 
 def _optimizer(rng):

@@ -28,6 +28,7 @@ from haiku_template.runs import Run, start
 from haiku_template.runs.export import export_adapters, export_safetensors
 from haiku_template.storage import read
 from haiku_template.training import Experiment
+from tests.oracle import several
 from tests.oracle.draw import examples, further, text_of
 from tests.oracle.models import PREPROCESS
 from tests.oracle.plain import flat
@@ -246,22 +247,24 @@ def beginning(case, config, num_steps):
 def trained(case, config, folder):
     """Trains a case, stopped and resumed or in one go; returns what it gives."""
     workdir = folder / "run"
+    devices = case["devices"], case["devices_then"]
+    where, then = zip(devices, case["processes"], strict=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        devices = DeviceManager.create("cpu", num_devices=case["devices"])
         if case["stops_at"] is not None or case["left_out"]:
-            first = config.copy_and_resolve_references()
+            begun = config.copy_and_resolve_references()
             if case["extends"]:
-                first.num_steps = case["stops_at"]
+                begun.num_steps = case["stops_at"]
             until = None if case["extends"] else case["stops_at"]
-            _start(first, devices, workdir, until)
+            _start(begun, case, where, workdir, until)
             _trouble(case, config, workdir)
-            devices = DeviceManager.create("cpu", num_devices=case["devices_then"])
+            where = then
         rewind = ",".join(map(str, case["left_out"])) or None
         if case["trouble"] == "stops again":
             last = case["config"]["num_steps"] - 1
-            _start(config, devices, workdir, last, rewind=rewind)
+            _start(config, case, where, workdir, last, rewind)
             rewind = None
-        start.run(config, devices, str(workdir), rewind=rewind)
+        _start(config, case, where, workdir, rewind=rewind)
+        devices = DeviceManager.create("cpu", num_devices=where[0])
         parts = _parts_of(Run.open(workdir, devices), case)
         if case["asks_best"]:
             best = Run.open(workdir, devices, "best")
@@ -269,22 +272,30 @@ def trained(case, config, folder):
     return parts | _lines_of(workdir, case)
 
 
-def _start(config, devices, workdir, until, **options):
-    """Starts a run, which an error of a hook ends after a step, if at any."""
+def _start(config, case, where, workdir, until=None, rewind=None):
+    """Starts a run on so many devices of so many processes, and stops it after a step.
+
+    Several are stopped by a signal, and one is by an error of a hook.
+    """
+    num_devices, processes = where
+    if processes > 1:
+        halt = until and (until, *case["halt"])
+        return several.start(config, workdir, num_devices, processes, halt, rewind)
 
     def stop(event):
         if event.what == "step" and event.step == until:
             raise Stopped
 
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
     hooks = [] if until is None else [stop]
     with contextlib.suppress(Stopped):
-        start.run(config, devices, str(workdir), hooks=hooks, **options)
+        start.run(config, devices, str(workdir), hooks=hooks, rewind=rewind)
 
 
 def _trouble(case, config, workdir):
     """What becomes of a run that has stopped, before it is started again."""
-    if case["trouble"] == "killed":  # It has not saved its last step.
-        folder = workdir / "checkpoints"
+    if case["trouble"] == "killed" and case["processes"][0] == 1:
+        folder = workdir / "checkpoints"  # It has not saved its last step.
         if len([*folder.glob("[0-9]*")]) > 1:
             folder.joinpath(str(case["stops_at"])).rename(workdir / "lost")
     if case["trouble"] == "loses its source":

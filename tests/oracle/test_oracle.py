@@ -14,7 +14,7 @@ WEIGHTS = {
     **{"seed": 8788, "kind": "weighted", "devices": 4, "devices_then": 4},
     **{"stops_at": None, "extends": False, "reads": False, "asks_best": False},
     **{"num_train": 24, "num_test": 19, "num_outputs": 3, "bad": None},
-    **{"left_out": (), "adapters": None, "trouble": None},
+    **{"left_out": (), "adapters": None, "trouble": None, "processes": (1, 1)},
     "config": {
         **{"seed": 5, "batch_size": 8, "accumulate_steps": 2, "num_steps": 9},
         **{"model.name": "mlp", "model.width": 8, "model.num_layers": 2},
