@@ -23,6 +23,7 @@ import ctypes
 import itertools
 import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -43,12 +44,17 @@ MENDABLE = {1, LOST, 71, 76}
 ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 PASSED_ON = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 FRUITLESS, HOUR = 3, 3600.0  # Starts in a row that saved nothing new; seconds.
+# Why: docs/decisions/cluster.md#launcher-port
+PORTS = range(20_000, 32_768)
 # Why: docs/decisions/cluster.md#launcher-end
 PARENT_DEATH = 1  # Linux' PR_SET_PDEATHSIG.
 
 
 def free_port() -> int:
-    """Port of this machine that nobody listens at."""
+    """Port of this machine where nobody listens, of those that it gives to nobody."""
+    for port in random.sample(PORTS, min(99, len(PORTS))):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

@@ -1,12 +1,15 @@
-import socket
+import runpy
 
 import pytest
+
+from tests.runs import ROOT
+
+LAUNCHER = runpy.run_path(str(ROOT / "launch/local.py"))
 
 
 def free_address():
     """HOST:PORT of this machine that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{LAUNCHER['free_port']()}"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,6 +55,22 @@ def end(launched):
 
 def starts(folder, index=0):
     return (folder / str(index)).read_text().splitlines()
+
+
+def test_the_system_gives_the_port_to_nobody_meanwhile():
+    """Process 0 listens there once it has started, in which others connect."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not limits.exists() or int(limits.read_text().split()[0]) <= local.PORTS[-1]:
+        pytest.skip("here it gives away other ports than Linux does by default")
+    ports = {local.free_port() for _ in range(9)}
+    assert max(ports) <= local.PORTS[-1] and len(ports) > 1
+
+
+def test_a_port_at_which_somebody_listens_is_passed_by(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(local, "PORTS", range(taken, taken + 1))
+        assert local.free_port() != taken
 
 
 @pytest.mark.parametrize("code", [0, 2, 64, 70, 74, 75, 127, 130, 143])

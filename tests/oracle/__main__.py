@@ -3,7 +3,7 @@
     python -m tests.oracle [--processes=N] LO HI [KIND ...]
 
 Exits with 1 if any does. Each is printed whole: what is asked for, and what differs.
-With `--processes=2` two processes train, with one start of several by one alone.
+With `--processes=2` two processes train, or one and then two, as the seed says.
 """
 
 import argparse
