@@ -13,6 +13,7 @@ from haiku_template import cli, config, signals
 from haiku_template.runs import guards
 from tests.cluster.faulty import train_with
 
+HALTS = "a process is about to be stopped"  # As several.py reads it.
 NOTICED = 2.5  # Seconds in which JAX, which looks once a second, sees a signal.
 
 
@@ -28,6 +29,7 @@ def halt(step, index, name):
     def noted(self, steps, *args):
         if steps[-1] >= int(step) and not halted:
             halted.append(step)
+            print(HALTS, flush=True)
             if index == str(cli.FLAGS.process_id):
                 os.kill(os.getpid(), number)
             elif index == "all" and cli.FLAGS.process_id == 0:
