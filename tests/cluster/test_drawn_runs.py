@@ -6,7 +6,7 @@ from tests.oracle.compare import disagreements
 from tests.oracle.draw import SHAPES, draw, further
 
 pytestmark = pytest.mark.cluster
-CASES = {seed: draw(seed, processes=2) for seed in (3, 4, 24, 41, 57, 98)}
+CASES = {seed: draw(seed, processes=2) for seed in (3, 4, 24, 41, 95, 98)}
 # What one of them has at least: another draw may need other seeds.
 COVERED = {
     "a sharded state": lambda case: case["config"]["sharding"] == (("*", "data"),),
