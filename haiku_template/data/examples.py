@@ -96,10 +96,14 @@ def evaluated(data: Data) -> Any:
 
     It is one to train on, unless those to evaluate on have names of their own.
     """
-    sets = [x for x in (data.train, data.evaluation) if x is not None]
+    sets = _sets(data)
     train, evaluation = (each_shape(sets[i])[0] for i in (0, -1))
     is_alike = leaves_by_path(train).keys() == leaves_by_path(evaluation).keys()
     return train if is_alike else evaluation
+
+
+def _sets(data: Data) -> list[Any]:
+    return [x for x in (data.train, data.evaluation) if x is not None]
 
 
 def taken(like: Any, whole_batch: bool) -> set[str]:
@@ -128,7 +132,7 @@ def as_dataset(
     """
     if hasattr(arrays, "num_batches"):
         return arrays
-    sets = [x for x in (data.train, data.evaluation) if x is not None]
+    sets = _sets(data)
     # Those of packed texts are named otherwise, and of any length.
     for place, shapes in enumerate(map(each_shape, sets)):
         leaves, like = _side_by_side(arrays, shapes[0], whole_batch)

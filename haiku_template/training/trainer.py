@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 # Fields that the first state does not depend on: of how batches reach the devices.
 OF_BATCHES = {"placement", "why_on_host", "steps_per_call"}
+Start = Initializer | None  # None makes one.
 _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
@@ -92,19 +93,16 @@ class Trainer:
     left_out: frozenset[int] = frozenset()
 
     def __init__(
-        self,
-        experiment: "Experiment",
-        devices: DeviceManager,
-        initializer: Initializer | None = None,
+        self, experiment: "Experiment", devices: DeviceManager, start: Start = None
     ) -> None:
         self.experiment, self.devices = experiment, devices
         if (evaluation := experiment.data.evaluation) is not None:
             check_host_batch(evaluation.batch(0), "the evaluation batch")
         self.feed = Feed(experiment, devices)
-        if initializer is None:
+        if start is None:
             recipe, example = _recipe(experiment, devices), self.feed.example
-            initializer = Initializer(experiment, devices, recipe, example)
-        self.initializer, self.recipe = initializer, initializer.recipe
+            start = Initializer(experiment, devices, recipe, example)
+        self.initializer, self.recipe = start, start.recipe
         self.layout = Layout(devices.everyone, experiment.sharding)
         if experiment.sharding:
             self.layout.check(self.initializer.abstract)
@@ -164,8 +162,8 @@ class Trainer:
         if all(getattr(self.experiment, k) == x for k, x in changes.items()):
             return self
         experiment = dataclasses.replace(self.experiment, **changes)
-        initializer = self.initializer if changes.keys() <= OF_BATCHES else None
-        return Trainer(experiment, self.devices, initializer)
+        start = self.initializer if changes.keys() <= OF_BATCHES else None
+        return Trainer(experiment, self.devices, start)
 
     def with_steps_per_call(self, count: int) -> "Trainer":
         """Makes the trainer of so many steps a call, once."""
