@@ -615,8 +615,9 @@ def _restore(workdir: Path, which: str, read: Read) -> tuple[int, Any]:
 
 def _commit(folder: Path) -> tuple[int, int] | None:
     """Identity of a checkpoint; None of one that is gone."""
-    with contextlib.suppress(OSError):
-        return (facts := os.stat(folder / workdirs.COMMIT)).st_ino, facts.st_mtime_ns
+    # Opened: of a name alone NFS answers from memory, for a minute after it is gone.
+    with contextlib.suppress(OSError), bounded.opened(folder / workdirs.COMMIT) as file:
+        return (facts := os.fstat(file.fileno())).st_ino, facts.st_mtime_ns
     return None
 
 
