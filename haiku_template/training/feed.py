@@ -93,8 +93,7 @@ class Feed:
         self._devices, self._experiment = devices, experiment
         self.reading = threading.Lock()
         # The batch that is read, one that was not waited for, and seconds of others.
-        self._step, self._passed = -1, None
-        self._seconds: deque[float] = deque([0.0], REMEMBERED)
+        self._step, self._passed, self._seconds = -1, None, deque([0.0], REMEMBERED)
         self._source, self.staged = experiment.data.train, None
         self._own = own_rows(devices.processes, self._source)
         self.steps_per_call = self.stack = experiment.steps_per_call or 1
@@ -224,8 +223,8 @@ class Feed:
         """Context in which no other thread reads data, unless one hangs there."""
         context = contextlib.ExitStack()
         # Once for each batch: an evaluation may have thousands of its own.
-        step, median = self._step, statistics.median([*self._seconds])
-        waits = step != self._passed
+        waits = (step := self._step) != self._passed
+        median = statistics.median(self._seconds.copy())
         seconds = max(BUSY_SECONDS, BUSY_TIMES * median) * waits
         if self.reading.acquire(timeout=seconds):
             context.callback(self.reading.release)
