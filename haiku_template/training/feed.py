@@ -222,8 +222,7 @@ class Feed:
     def alone(self) -> contextlib.ExitStack:
         """Context in which no other thread reads data, unless one hangs there."""
         context = contextlib.ExitStack()
-        # Once for each batch: an evaluation may have thousands of its own.
-        waits = (step := self._step) != self._passed
+        waits = (step := self._step) != self._passed  # Once, for all of an evaluation.
         median = statistics.median(self._seconds.copy())
         seconds = max(BUSY_SECONDS, BUSY_TIMES * median) * waits
         if self.reading.acquire(timeout=seconds):
