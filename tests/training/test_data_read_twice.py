@@ -229,7 +229,8 @@ def test_a_data_set_that_waits_for_the_loop_is_waited_for_once_an_evaluation(
     trainer.feed.reading = turns = Turns()
     options = {"eval_every": 5, "hooks": [data.tell]}
     train(trainer, num_steps=15, workdir=tmp_path, **options)
-    assert 1 <= len(turns.vain) <= 3 and max(turns.vain) < 10.0, turns.vain
+    # Not for each of 27 batches; two where the thread goes on to the next one.
+    assert 1 <= len(turns.vain) <= 6 and max(turns.vain) < 10.0, turns.vain
     said = [x.getMessage() for x in caplog.records]
     assert len(said) == 1 and "batch of step" in said[0] and "hangs" in said[0]
 
