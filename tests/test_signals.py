@@ -24,6 +24,7 @@ import jax
 import pytest
 
 from haiku_template import signals
+from haiku_template.runs import stopping
 from haiku_template.runs.stopping import StopSignals
 from haiku_template.storage.workdir import saved_steps
 from tests.runs import UNDRAWN
@@ -433,6 +434,40 @@ def test_a_save_in_place_of_a_blocked_loop_says_one_line_of_a_device_s_error(
     ((sentence, code),) = ends
     assert sentence.startswith("SIGTERM received: the last state cannot be read")
     assert sentence.endswith("INTERNAL: the card is gone") and code == 75
+
+
+@pytest.mark.parametrize("is_main", [True, False], ids=["main", "another thread"])
+def test_who_may_note_finds_the_runtime_of_several_processes(monkeypatch, is_main):
+    """A limit of minutes that passed by then: without it one process stopped alone."""
+    told = []
+
+    class Runtime:
+        place = ""
+
+        def __init__(self, stop):
+            assert stop not in stopping.LISTENING.values()
+
+        def tell(self):
+            told.append("all")
+
+        def restore(self):
+            pass
+
+    monkeypatch.setattr(stopping, "RuntimeHandler", Runtime)
+
+    def look():
+        with StopSignals(several=True) as stops:
+            stops.listen()
+            stopping.LISTENING[threading.get_ident()].note(signal.SIGUSR1)
+            told.append(stops.received)
+
+    if is_main:
+        look()
+    else:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert told == ["all", None]
 
 
 STEPS = 3000

@@ -102,11 +102,12 @@ class StopSignals:
 
     def listen(self) -> None:
         """Takes the signals; before, and after the context, they end a command."""
+        if self._several:  # They stop after the same step, as JAX's runtime says.
+            self._runtime = RuntimeHandler(self)
+        # From here on others may note: without the runtime, this process stopped alone.
         LISTENING[threading.get_ident()] = self
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._several:  # They stop after the same step, as JAX's runtime says.
-            self._runtime = RuntimeHandler(self)
         for number in signals.EXIT_CODES:
             if number in OBEYED or signals.is_free(number):
                 self._previous[number] = signal.signal(number, self.note)

@@ -117,6 +117,28 @@ def test_a_hook_of_one_that_fails_between_collectives_ends_both(tmp_path, addres
     assert codes == [77, 77], errors
 
 
+LATE = """
+import time
+from haiku_template.runs import limits, stopping
+limits.POLL_SECONDS = 8 - 7.9 * index
+class Late(stopping.RuntimeHandler):
+    def __init__(self, stop):
+        time.sleep(index)
+        super().__init__(stop)
+stopping.RuntimeHandler = Late
+"""
+
+
+def test_minutes_that_passed_before_one_listens_stop_both_at_one_step(
+    tmp_path, address
+):
+    """The second one's have, as it begins, and the first one's have not yet."""
+    changes = {"max_minutes": 1e-4, "num_steps": 100_000, "save_every": None}
+    codes, errors = ends(tmp_path / "run", address, LATE, **changes)
+    assert codes == [0, 0], errors
+    assert len(saved(tmp_path / "run")) == 1
+
+
 SCRIPT = """
 import sys
 from haiku_template.cluster import join
