@@ -332,8 +332,8 @@ class Trainer:
         dataset = data.evaluation if dataset is None else dataset
         dataset = as_dataset(dataset, data, size, whole_batch=whole_batch)
         model = self.devices.gather(state.of_model())  # Once: no process waits later.
-        opened = self.devices.implicit_transfers()  # To compile.
-        step = opened(lambda _, batch: self._predict_step(*model, batch))
+        compiling = self.devices.implicit_transfers()
+        step = compiling(lambda _, batch: self._predict_step(*model, batch))
         inputs = placed_inputs(dataset, whole_batch, self.feed.alone)
         return self.devices.map_batches(step, None, inputs)
 
