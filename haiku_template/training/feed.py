@@ -225,7 +225,8 @@ class Feed:
         waits = (step := self._step) != self._passed  # Once, for all of an evaluation.
         median = statistics.median(self._seconds.copy())
         seconds = max(BUSY_SECONDS, BUSY_TIMES * median) * waits
-        if self.reading.acquire(timeout=seconds):
+        # In two halves: a machine that was suspended wakes with one of them passed.
+        if any(self.reading.acquire(timeout=seconds / 2) for _ in range(2)):
             context.callback(self.reading.release)
         elif waits:
             if self._passed is None:
