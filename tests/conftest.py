@@ -70,9 +70,10 @@ HEAVY = frozenset((Path(__file__).parent / "heavy.txt").read_text().split())
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """`slow(but="four devices")`: the cases with these words in their id are quick."""
     items.sort(key=lambda item: PLACES.get(str(item.path), len(PLACES)))
+    quick, several = set(), set()  # Functions: with a quick case, with others.
     for item in items:
         if item.nodeid.partition("[")[0] in HEAVY:
             item.add_marker("heavy")
@@ -81,6 +82,10 @@ def pytest_collection_modifyitems(items):
         words = [mark.kwargs["but"] for mark in marks if mark.kwargs]
         if any(x in f"[{item.callspec.id}]" for x in words):
             item.own_markers = [m for m in item.own_markers if m not in marks]
+            quick.add(item.nodeid.partition("[")[0])
+        elif words:
+            several.add(item.nodeid.partition("[")[0])
+    config.without_quick_case = sorted(several - quick)
 
 
 def pytest_collection_finish():

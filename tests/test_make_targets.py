@@ -67,6 +67,11 @@ def test_what_is_heavy_is_run_once_by_the_tests_of_all(minor, tmp_path):
     )
 
 
+def test_the_words_of_a_slow_test_leave_a_case_that_is_quick(request):
+    """`slow(but=...)` of all that is collected: 45 cases had lost theirs."""
+    assert request.config.without_quick_case == []
+
+
 def test_what_is_heavy_is_a_test():
     for name in (ROOT / "tests/heavy.txt").read_text().split():
         path, _, function = name.partition("::")

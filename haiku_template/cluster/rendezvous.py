@@ -139,7 +139,7 @@ def _receive(
 def _allow_links(count: int) -> None:
     """Raises this process's limit of open files to what so many others need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # Endless may be -1, as one that is no number.
+    with suppress(OSError, ValueError):  # A system may refuse.
         most = min(LINKS * count + FILES, hard % 2**63)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 

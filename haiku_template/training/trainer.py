@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 # Fields that the first state does not depend on: of how batches reach the devices.
 OF_BATCHES = {"placement", "why_on_host", "steps_per_call"}
-Start = Initializer | None  # None makes one.
+Start = Initializer | None  # Another trainer's; None makes one.
 _NO_TASK = Task(lambda outputs: {})  # Of a custom step without evaluation.
 
 
