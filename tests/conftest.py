@@ -14,6 +14,11 @@ COMPILED = tempfile.TemporaryDirectory(prefix="compiled-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
+# A `make` that a test calls is not part of the one that runs the tests, whose words
+# (`LATER=` of .ci/run) it would take for its own.
+for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):
+    os.environ.pop(name, None)
+
 # Under nohup, and in the background of a script, these are ignored, and so by all that
 # tests start and send them to.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

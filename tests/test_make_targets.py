@@ -67,6 +67,20 @@ def test_what_is_heavy_is_run_once_by_the_tests_of_all(minor, tmp_path):
     )
 
 
+def test_a_make_that_calls_the_tests_gives_no_words_to_the_ones_that_they_call(
+    tmp_path,
+):
+    """`.ci/run` calls `make test LATER=`, and the test above saw it in its own."""
+    (tmp_path / "Makefile").write_text(
+        f"test:\n\t{sys.executable} -m pytest -q -p no:cacheprovider --rootdir={ROOT} "
+        f"-k 'is_heavy_is_run_once and 11' {__file__}\n"
+    )
+    done = subprocess.run(
+        ["make", "LATER="], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+
+
 def test_the_words_of_a_slow_test_leave_a_case_that_is_quick(request):
     """`slow(but=...)` of all that is collected: 45 cases had lost theirs."""
     assert request.config.without_quick_case == []

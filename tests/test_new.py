@@ -20,10 +20,9 @@ NAME = "my_thing"
 
 
 def run(folder, *command, **variables):
-    # Make's own variables would reach a `make` in here, a hook's a `git`; and a project
-    # would not use the package that it installed.
-    ours = ("MAKEFLAGS", "MAKELEVEL", "GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE")
-    ours += ("PYTHONPATH",)
+    # A hook's variables would reach a `git` in here; and a project would not use the
+    # package that it installed.
+    ours = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "PYTHONPATH")
     env = {k: v for k, v in os.environ.items() if k not in ours} | variables
     return subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, check=False
