@@ -75,7 +75,7 @@ def with_step(trainer, step):
     def advance(state, steps, batch):
         if stack > 1:
             batch = of_step(batch, (steps[0] - 1) % stack, axis)
-        state, scalars = step(state, batch)
+        state, scalars = step(trainer.unpacked(state), batch)
         return state, pack(scalars)
 
     other.advance = advance

@@ -23,6 +23,7 @@ from haiku_template.devices.layout import (
     in_device_memory,
     sharding_on,
 )
+from haiku_template.devices.packing import Packing
 from haiku_template.devices.shares import on_shares
 from haiku_template.devices.transfer import own_part
 from haiku_template.errors import PlacementError
@@ -260,11 +261,13 @@ def compile_call(
     out_shardings: Any,
     most: int,
     specs: Specs | None = None,
+    packing: Packing | None = None,
 ) -> CompiledStep:
     """Compiles up to `most` steps as one call, `call(state, ..., count, batch)`.
 
     It makes `count` of them, and returns the last state and their packed `Scalars`, as
-    `update` returns a state and scalars; arguments are those of `compile_step`.
+    `update` returns a state and scalars; arguments are those of `compile_step`. By a
+    `packing` the state that it takes and returns is packed, too.
     """
     mapped = over_devices(step, devices, specs)
     # Else XLA may gather a sharded state for the time of a loop.
@@ -282,6 +285,9 @@ def compile_call(
             return state, pack(scalars)
         return _repeat(advance_in_place, most, count, state, *trees, batch)
 
+    if packing is not None:
+        out_shardings = packing.with_vector(out_shardings, devices.replicated)
+        run = packing.around(run)
     shardings = out_shardings, devices.replicated
     compiled = jax.jit(run, donate_argnums=0, out_shardings=shardings)
     return CompiledStep(devices, compiled, True, token=lambda x: (x, x[1].tables[0]))

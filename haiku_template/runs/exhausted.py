@@ -13,6 +13,7 @@ from rich.console import Console
 
 from haiku_template.data.dataset import host_memory
 from haiku_template.devices.layout import device_bytes
+from haiku_template.devices.packing import Packed
 from haiku_template.errors import MemoryFullError, counted
 from haiku_template.params import leaves_by_path
 from haiku_template.preflight import memory_budget, settle
@@ -37,7 +38,7 @@ def explained(
     """
     devices, reason = trainer.devices, str(error).strip().split("\n")[0]
     arrays = [x for x in jax.live_arrays() if not x.is_deleted()]
-    Console(markup=False).print(_largest(arrays, _paths(error)))
+    Console(markup=False).print(_largest(arrays, _paths(error, trainer)))
     alive = in_units(sum(map(device_bytes, arrays)))
     del arrays
     traceback.clear_frames(error.__traceback__)  # And with them the arrays.
@@ -60,11 +61,13 @@ def explained(
     )
 
 
-def _paths(error: BaseException) -> dict[int, str]:
+def _paths(error: BaseException, trainer: Trainer) -> dict[int, str]:
     """Paths of the leaves of the train states in the frames of an error, by id."""
     paths: dict[int, str] = {}
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
+            if isinstance(value, Packed):
+                value = trainer.packing.larger(value)
             if isinstance(value, TrainState):
                 paths |= {id(x): path for path, x in leaves_by_path(value).items()}
     return paths

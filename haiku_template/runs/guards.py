@@ -112,7 +112,7 @@ class Guards:
         self._agreed = False
 
     def note(self, steps: range, scalars: Scalars, state: Any) -> None:
-        """Keeps the scalars of a call's steps on their devices, unread."""
+        """Keeps the state of a call and its scalars on their devices, unread."""
         self._state = state
         self._scalars.note(steps, scalars)
 
@@ -185,7 +185,7 @@ class Guards:
         if values.keys() >= SCALED:
             fault += f" with a loss scale of {values[SCALE]:g}"
         if SKIPPED in values:
-            self._check(self._streak[-1], self._state)
+            self._check(self._streak[-1], self._trainer.unpacked(self._state))
             if math.isfinite(values[LOSS]) and (names := self._leaves_of(first)):
                 fault = f"the state after step {steps} is infinite or NaN in {names}"
         self._record([*self._suspects, *self._streak])
@@ -202,7 +202,7 @@ class Guards:
         if self._devices.processes.count > 1:  # One alone would wait for the others.
             return ""
         with contextlib.suppress(Exception), self._devices.implicit_transfers():
-            state = jax.tree.map(jnp.copy, self._state)
+            state = jax.tree.map(jnp.copy, self._trainer.unpacked(self._state))
             state = state._replace(step=jnp.full_like(state.step, step - 1))
             if self._trainer.feed.staged is None:
                 batch = self._devices.shard(self._trainer.feed.read(step - 1))

@@ -122,6 +122,7 @@ def train(
     workdirs.check(directory, config)  # Before anything is compiled.
     trainer = trainer.replace(skips=max_consecutive_nonfinite > 1)
     trainer = settle(trainer, directory, memory_limit)
+    trainer = trainer if hooks or sdc_replay else trainer.with_packing()
     starts = not workdirs.has_checkpoints(directory)
     check_parts(trainer, best_metric, stop_when)
     budget = check_budget(trainer, memory_limit, starts=starts)
@@ -208,28 +209,29 @@ class _Run(NamedTuple):
             return due or bool(self.hooks) or step == start + 1
 
         # A thread makes them ahead: `training/feed.py`.
-        unlogged = self.signals.unlogged
+        held, unlogged = self.trainer.packed(state), self.signals.unlogged
         with self.trainer.calls(start, stop, ends_call) as calls, unlogged:
             self.report.restart(start)
             for steps, arrays in calls:
                 step = steps[-1]
                 trace = jax.profiler.StepTraceAnnotation("train", step_num=step)
                 with self.signals.lock, trace:
-                    state, scalars = self.trainer.advance(state, steps, arrays)
-                    self.guards.note(steps, scalars, state)
-                    self.signals.latest = steps, state, scalars
+                    held, scalars = self.trainer.advance(held, steps, arrays)
+                    self.guards.note(steps, scalars, held)
+                    self.signals.latest = steps, held, scalars
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)
                 if _due(step, stop, every.log):
                     unlogged.callback(self._log, steps, scalars)
                 if self.hooks:  # Then calls are of one step each.
-                    self._tell("step", step, state, scalars.first())
+                    self._tell("step", step, held, scalars.first())
                 first = step == start + 1
                 late = timer is not None and timer.due(step, scalars)
                 due = _due(step, stop, every.evaluate, every.save)
                 if self.signals.due() or late or due or first or self.report.due(step):
                     # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
+                    state = self.trainer.unpacked(held)
                     if first:
                         self.guards.agree(state)
                     unlogged.close()
@@ -326,10 +328,11 @@ class _Run(NamedTuple):
         with self.signals.lock:
             if self.signals.latest is None:
                 return None
-            steps, state, scalars = self.signals.latest
-            leaves = jax.tree.leaves(state)
+            steps, held, scalars = self.signals.latest
+            leaves = jax.tree.leaves(held)
             if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
                 return None  # Donated to a call that failed.
+            state = self.trainer.unpacked(held)
             self.checkpoints.without_batches()
             step, metrics = self.signals.evaluated
             metrics = metrics if step == steps[-1] else None

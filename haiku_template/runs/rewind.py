@@ -117,7 +117,8 @@ def leaving_out(trainer: Trainer, steps: Collection[int]) -> Trainer:
         with trainer.devices.implicit_transfers():  # Of a model's constants, traced.
             scalars = _scalars(trainer)
         missing = trainer.devices.replicate(jax.tree.map(_missing, scalars))
-        return state._replace(step=following(state.step)), missing
+        state = trainer.unpacked(state)
+        return trainer.packed(state._replace(step=following(state.step))), missing
 
     other.calls, other.advance = calls, advance
     return other

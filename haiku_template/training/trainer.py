@@ -1,6 +1,7 @@
 """An experiment compiled for devices: `init`, `step`, `evaluate`."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -22,6 +23,7 @@ from haiku_template.data.examples import as_dataset, as_labelled, evaluated
 from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
+from haiku_template.devices.packing import Packed, packing_of
 from haiku_template.devices.transfer import canonical_shapes, own_rows
 from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
@@ -82,6 +84,7 @@ class Trainer:
       initializer: of the train state.
       layout: where each leaf of a train state lives.
       abstract: the train state's shapes, dtypes and shardings.
+      packing: of a run's states between calls (`devices/packing.py`), or None.
       left_out: steps whose updates a rewound run leaves out (`runs/rewind.py`).
 
     Raises:
@@ -91,6 +94,7 @@ class Trainer:
     """
 
     left_out: frozenset[int] = frozenset()
+    _packs = False
 
     def __init__(
         self, experiment: "Experiment", devices: DeviceManager, start: Start = None
@@ -124,13 +128,16 @@ class Trainer:
             out_shardings=(shardings, devices.replicated),
             specs=specs,
         )
-        self._call = devices.compile_call(
+        compile_call = functools.partial(
+            devices.compile_call,
             self.feed.gathering(functions.gradients, of_calls=True),
             skipping(functions.update) if experiment.skips else functions.update,
             shardings,
             self.feed.steps_per_call,
             specs,
         )
+        self._call, self.packing = compile_call(), packing_of(devices, self.abstract)
+        self._packed_call = self.packing and compile_call(self.packing)
         self._eval_step = devices.compile(
             functions.eval_step, donate_argnums=(), specs=self._eval_specs
         )
@@ -170,6 +177,17 @@ class Trainer:
         if count not in self._of_several:
             self._of_several[count] = self.replace(steps_per_call=count)
         return self._of_several[count]
+
+    def with_packing(self) -> "Trainer":
+        """Makes the trainer that advances packed states, where that pays.
+
+        Not for hooks and steps made twice, which take the state of each step.
+        """
+        if self.packing is None or self.experiment.exact_elastic is not None:
+            return self
+        trainer = copy.copy(self)
+        trainer._packs = True
+        return trainer
 
     def with_replay(self, text: str, budget: Any) -> "Trainer":
         """Makes the trainer that makes steps twice, such as `first:8,every:1000`."""
@@ -250,12 +268,25 @@ class Trainer:
     def advance(
         self, state: TrainState, steps: range, arrays: Any
     ) -> tuple[TrainState, Scalars]:
-        """Makes the updates of a call: a new state, as this is donated, and scalars."""
+        """Makes the updates of a call: a new state, as this is donated, and scalars.
+
+        Of one that is `packed` it makes another.
+        """
         *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
         if (n := len(steps)) not in self._counts:
             self._counts[n] = self.devices.replicate(np.int32(n))
-        new, scalars = self._call(*state.arguments(), *staged, self._counts[n], batch)
+        call = self._packed_call if isinstance(state, Packed) else self._call
+        new, scalars = call(*state.arguments(), *staged, self._counts[n], batch)
         return new._replace(frozen=state.frozen), scalars
+
+    def packed(self, state: TrainState) -> Any:
+        """Packs a state for `advance`; returns it unless the trainer packs."""
+        return self.packing.pack(self.devices, state) if self._packs else state
+
+    def unpacked(self, state: Any) -> TrainState:
+        """Unpacks a state of `advance`, whose larger arrays are those of the result."""
+        is_packed = isinstance(state, Packed)
+        return self.packing.unpack(self.devices, state) if is_packed else state
 
     def evaluate(self, state: TrainState, dataset: Any = None) -> dict[str, float]:
         """Computes metrics over an evaluation set, exact on any number of devices.
@@ -399,7 +430,10 @@ class Trainer:
         """Traces a call of the run for host arrays as of `feed.host_shapes`."""
         *staged, batch = self.feed.abstract(arrays)
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
-        return self._call.trace(*self.abstract.arguments(), *staged, count, batch)
+        state, call = self.abstract, self._call
+        if self._packs:
+            state, call = self.packing.abstract(self.devices, state), self._packed_call
+        return call.trace(*state.arguments(), *staged, count, batch)
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""

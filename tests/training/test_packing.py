@@ -1,0 +1,216 @@
+"""Runs whose states are packed between calls: the bits of runs that are not."""
+
+import logging
+import signal
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
+from haiku_template.devices import DeviceManager, packing
+from haiku_template.errors import Interrupted, NonFiniteError
+from haiku_template.models import mlp
+from haiku_template.params import leaves_by_path
+from haiku_template.runs import exhausted, train
+from haiku_template.runs.rewind import leaving_out
+from haiku_template.storage.metrics import read
+from haiku_template.training import Experiment, classification
+from haiku_template.training.trainer import Trainer
+from tests.runs import with_data
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(48, 4, 4, 3)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 48).astype(np.int32)
+EVERY = {"log_every": 3, "eval_every": 4, "save_every": 4}
+
+
+def net(inputs, is_training):
+    """Three convolutions with BatchNorm, and a matrix that is too large to pack."""
+    for width in (8, 16, 16):
+        inputs = hk.Conv2D(width, 3)(inputs)
+        inputs = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(inputs, is_training))
+    inputs = hk.Linear(72)(hk.Flatten()(inputs))
+    return hk.Linear(3)(hk.dropout(hk.next_rng_key(), 0.1 * is_training, inputs))
+
+
+def made(num_devices=1, inputs=INPUTS, **options):
+    data = Data(
+        ArrayDataset(inputs, LABELS, BatchSpec(8)),
+        EvaluationSet(INPUTS, LABELS, 16),
+        3,
+    )
+    parts = {"task": classification, "optimizer": optax.adam(1e-3)}
+    parts["model"] = hk.transform_with_state(net)
+    return Experiment(data=data, **parts | options).trainer(
+        DeviceManager.create("cpu", num_devices=num_devices)
+    )
+
+
+def assert_same(first, second):
+    leaves = leaves_by_path(first), leaves_by_path(second)
+    assert leaves[0].keys() == leaves[1].keys()
+    differ = [k for k, x in leaves[0].items() if not np.array_equal(x, leaves[1][k])]
+    assert differ == []
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Numbers of arrays of the states that calls of runs took, call by call."""
+    numbers, advance = [], Trainer.advance
+
+    def count(self, state, *args):
+        numbers.append(len(jax.tree.leaves(state)))
+        return advance(self, state, *args)
+
+    monkeypatch.setattr(Trainer, "advance", count)
+    return numbers
+
+
+OPTIONS = {
+    "one step a call": {"steps_per_call": 1},
+    "several": {"steps_per_call": 3},
+    "averages": {"ema_decay": 0.9, "steps_per_call": 1, "accumulate_steps": 2},
+    "bfloat16": {"precision": "bfloat16", "steps_per_call": 1},
+    "staged": {"placement": "device", "steps_per_call": 1},
+    "exact": {"exact_elastic": 4},
+}
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.slow(but="one step a call or staged")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_packed_run_has_the_bits_of_one_that_is_not(name, tmp_path, sizes):
+    trainer = made(**OPTIONS[name])
+    packed = train(trainer, num_steps=8, workdir=tmp_path / "a", **EVERY)
+    whole = len(jax.tree.leaves(packed.state))
+    assert whole > 60 and (max(sizes) < 25) == (name != "exact")
+    sizes.clear()
+    hooks = [lambda event: None]  # It would take the state of each step.
+    hooked = train(trainer, num_steps=8, workdir=tmp_path / "b", hooks=hooks, **EVERY)
+    assert {*sizes} == {whole}
+    assert_same(packed.state, hooked.state)
+    runs = [read(tmp_path / x / "metrics.jsonl") for x in "ab"]
+    for first, second in zip(*runs, strict=True):
+        names = [k for k in first if k.startswith(("train/", "eval/"))]
+        assert [first[k] for k in names] == [second[k] for k in names]
+
+
+@pytest.mark.parametrize("hooks", [(), [lambda event: None]])
+def test_what_a_packed_run_saved_resumes_with_or_without_packing(
+    hooks, tmp_path, monkeypatch
+):
+    trainer = made(steps_per_call=1)
+    whole = train(trainer, num_steps=8, workdir=tmp_path / "a", **EVERY)
+    advance = Trainer.advance
+
+    def stopping(self, state, steps, arrays):
+        if steps[-1] == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return advance(self, state, steps, arrays)
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="step 5"):
+        patched.setattr(Trainer, "advance", stopping)
+        train(trainer, num_steps=8, workdir=tmp_path / "b", **EVERY)
+    options = {"num_steps": 8, "workdir": tmp_path / "b", "hooks": hooks}
+    assert_same(whole.state, train(trainer, **options, **EVERY).state)
+
+
+def test_a_packed_run_that_fails_is_saved(tmp_path):
+    """Its latest state is unpacked after the error of the data."""
+    trainer = made(steps_per_call=1)
+
+    class Failing(ArrayDataset):
+        def batch(self, step):
+            if step == 6:
+                raise RuntimeError("the disk is gone")
+            return super().batch(step)
+
+    failing = with_data(trainer, train=Failing(INPUTS, LABELS, BatchSpec(8)))
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        train(failing, num_steps=8, workdir=tmp_path / "a")
+    again = train(trainer, num_steps=8, workdir=tmp_path / "a")
+    whole = train(trainer, num_steps=8, workdir=tmp_path / "b")
+    assert_same(whole.state, again.state)
+
+
+def test_a_packed_leaf_that_is_not_finite_is_named(tmp_path):
+    """The scalars are finite; the state that is to be saved is not."""
+
+    def spoil(updates, state, params=None):
+        bias = state + jnp.where(state == 7, jnp.nan, 0)
+        updates["linear_1"]["b"] = updates["linear_1"]["b"] + 0 * bias
+        return updates, state + 1
+
+    spoiling = optax.GradientTransformation(lambda params: jnp.zeros(()), spoil)
+    trainer = made(optimizer=optax.chain(optax.adam(1e-3), spoiling))
+    with pytest.raises(NonFiniteError, match=r"\['linear_1'\]\['b'\] \(NaN\)"):
+        train(trainer, num_steps=8, workdir=tmp_path, save_every=8)
+
+
+def test_steps_that_a_packed_run_leaves_out(tmp_path, sizes):
+    """Their calls change the step of a state alone."""
+    trainer = made(steps_per_call=1)
+    state = trainer.init()
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    results = []
+    for each, start in zip((trainer, trainer.with_packing()), copies, strict=True):
+        other = leaving_out(each, {2})
+        held = other.packed(start)
+        with other.calls(0, 3, lambda step: True) as calls:
+            for steps, arrays in calls:
+                held, _ = other.advance(held, steps, arrays)
+        results.append(other.unpacked(held))
+    assert max(sizes[2:]) < min(sizes[:2])  # Steps 1 and 3 of each.
+    assert_same(*results)
+
+
+def test_what_is_packed():
+    """Small float32 arrays of one CPU, if they are many; the others stay themselves."""
+    trainer = made().with_packing()
+    state = trainer.init()
+    packed = trainer.packed(state)
+    before, after = leaves_by_path(state), trainer.unpacked(packed)
+    assert_same(state, after)
+    small = {
+        k: x for k, x in before.items() if x.dtype == np.float32 and x.nbytes <= 4096
+    }
+    assert packed.vector.shape == (sum(x.size for x in small.values()),)
+    others = [x for k, x in before.items() if k not in small]
+    assert [*map(id, packed.arrays)] == [*map(id, others)]
+    kinds = {str(x.dtype) for x in packed.arrays}
+    assert {"int32", "float32"} <= kinds and len(packed.arrays) < 25
+    for other in (made(4), made(model=mlp(3, width=8))):
+        assert other.with_packing() is other
+
+
+def test_larger_arrays_of_a_packed_state_are_named_where_memory_is_full():
+    trainer = made().with_packing()
+    state = trainer.init()
+
+    def call(held):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with pytest.raises(RuntimeError) as caught:
+        call(trainer.packed(state))
+    paths = exhausted._paths(caught.value, trainer)
+    large = {k: x for k, x in leaves_by_path(state).items() if x.nbytes > 4096}
+    assert ".opt_state[0].mu['linear']['w']" in large
+    assert large.items() <= {paths.get(id(x)): x for x in large.values()}.items()
+
+
+def test_a_gpu_takes_states_as_they_are(monkeypatch):
+    trainer = made()
+    assert packing.packing_of(trainer.devices, trainer.abstract) is not None
+    monkeypatch.setattr(DeviceManager, "platform", "gpu")
+    assert packing.packing_of(trainer.devices, trainer.abstract) is None
+
+
+def test_a_packed_call_is_compiled_once_ahead_of_the_steps(tmp_path, caplog):
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax._src.interpreters"):
+        train(made(seed=7, steps_per_call=1), num_steps=3, workdir=tmp_path)
+    compiled = [x for x in caplog.messages if x.startswith("Compiling jit(train_step)")]
+    assert len(compiled) == 1
