@@ -123,19 +123,19 @@ def make_optimizer(
     if name not in _optimizers():
         function, weight_decay, clip_norm = _yours(function, weight_decay, clip_norm)
     if name == "sgd":
-        decay = optax.add_decayed_weights(weight_decay, mask=matrices)
-        optimizer = optax.chain(decay, function(schedule, **{"momentum": 0.9} | keys))
+        keys = {"momentum": 0.9} | keys
     elif decays and mask is not None:
         keys = {mask: matrices, "weight_decay": weight_decay} | keys
-        optimizer = function(schedule, **keys)
     elif decays and weight_decay:
-        optimizer = function(schedule, **_all_decay(name, weight_decay), **keys)
-    else:
-        optimizer = function(schedule, **keys)
-        if weight_decay:
-            rate = lambda step: -weight_decay * schedule(step)  # noqa: E731
-            decay = optax.add_decayed_weights(rate, mask=matrices)
-            optimizer = optax.chain(optimizer, decay)
+        keys |= _all_decay(name, weight_decay)
+    optimizer = function(schedule, **keys)
+    if name == "sgd":
+        decay = optax.add_decayed_weights(weight_decay, mask=matrices)
+        optimizer = optax.chain(decay, optimizer)
+    elif weight_decay and not decays:
+        rate = lambda step: -weight_decay * schedule(step)  # noqa: E731
+        decay = optax.add_decayed_weights(rate, mask=matrices)
+        optimizer = optax.chain(optimizer, decay)
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
