@@ -384,17 +384,20 @@ def _parse(argv: list[str], has_arguments: bool) -> list[str]:
     except SystemExit as error:  # absl's help ends with 1, which is an error's.
         asks = any(map(HELP.fullmatch, argv))
         raise SystemExit(0 if asks else error.code) from None
-    except (flags.CantOpenFlagFileError, UnicodeDecodeError) as error:
-        cause = str(error).rpartition("flagfile: ")[2]
-        raise ConfigError(f"a --flagfile cannot be read: {cause}") from error
     except Exception as error:
-        sentence = _sentence(error, argv)
-        name = getattr(error, "flagname", "")
-        is_key = name in config.default_config() or "flag --config." in str(error)
-        of_user = _of_a_user(error) or ConfigError(
-            sentence + KEYS * (has_arguments and "config" in FLAGS and is_key)
-        )
-        raise of_user from error
+        raise _of_flags(error, argv, has_arguments) from error
+
+
+def _of_flags(error: Exception, argv: list[str], has_arguments: bool) -> Exception:
+    if isinstance(error, flags.CantOpenFlagFileError | UnicodeDecodeError):
+        cause = str(error).rpartition("flagfile: ")[2]
+        return ConfigError(f"a --flagfile cannot be read: {cause}")
+    sentence = _sentence(error, argv)
+    name = getattr(error, "flagname", "")
+    is_key = name in config.default_config() or "flag --config." in str(error)
+    return _of_a_user(error) or ConfigError(
+        sentence + KEYS * (has_arguments and "config" in FLAGS and is_key)
+    )
 
 
 def _at_home(match: re.Match) -> str:

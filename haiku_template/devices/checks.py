@@ -169,12 +169,15 @@ def check(devices: "DeviceManager", tree: Any, layout: Layout | None = None) -> 
     """Raises `PlacementError` unless every leaf is where `audit` expects it."""
     faults = [_placement(*row) for row in _verdicts(devices, tree, layout) if row[-1]]
     if faults:
-        first, *tail = faults
-        clause = f"; so are {some(row.path for row in tail)}" * bool(tail)
-        raise PlacementError(
-            f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
-            f"{first.verdict}{clause}"
-        )
+        raise _astray(*faults)
+
+
+def _astray(first: Placement, *others: Placement) -> PlacementError:
+    clause = f"; so are {some(row.path for row in others)}" * bool(others)
+    return PlacementError(
+        f"{first.path} ({first.dtype}{list(first.shape)}, {first.where}) is "
+        f"{first.verdict}{clause}"
+    )
 
 
 def check_batch_size(

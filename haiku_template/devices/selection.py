@@ -106,11 +106,15 @@ FAULTS: dict[str, Callable[[Request], Any]] = {
 }
 
 
-def _meant(spec: str) -> str:
-    """Says it in the words here, for those of others: `cuda:0` is `gpu:0`."""
+def _unknown(spec: str) -> DeviceError:
+    """Says what may be meant, for words of others: `cuda:0` is `gpu:0`."""
     guess = re.sub("cuda|nvidia|rocm|mps", "gpu", spec.lower().strip())
     guess = f"gpu:{guess}" if re.fullmatch(r"[\d,]+", guess) else guess
-    return MEANT.format(f"--device={guess}") if SPEC.fullmatch(guess) else ""
+    meant = MEANT.format(f"--device={guess}") if SPEC.fullmatch(guess) else ""
+    return DeviceError(
+        f"--device={spec} is not understood{meant}; possible are auto, cpu, gpu, tpu, "
+        "and chosen devices such as gpu:1 or gpu:0,2"
+    )
 
 
 def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
@@ -119,10 +123,7 @@ def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
     These are fields of a request, and a `memory` for `parse_memory`.
     """
     if not (match := SPEC.fullmatch(spec)):
-        raise DeviceError(
-            f"--device={spec} is not understood{_meant(spec)}; possible are auto, cpu, "
-            "gpu, tpu, and chosen devices such as gpu:1 or gpu:0,2"
-        )
+        raise _unknown(spec)
     indices = tuple(map(int, match[2].split(","))) if match[2] else ()
     unified = memory and parse_memory(memory)
     request = Request(spec, match[1], indices, **options, unified=unified)
@@ -130,12 +131,14 @@ def parse(spec: str, memory: str | None = None, **options: Any) -> Request:
         check_share(request.memory_fraction)
     for sentence, is_faulty in FAULTS.items():
         if is_faulty(request):
-            count = counted(len(request.indices), "devices")
-            default = jax.default_device
-            raise DeviceError(
-                sentence.format(count=count, default=default, **request._asdict())
-            )
+            raise _refused(request, sentence)
     return request._replace(platform="cpu") if request.simulate_devices else request
+
+
+def _refused(request: Request, sentence: str) -> DeviceError:
+    count, default = counted(len(request.indices), "devices"), jax.default_device
+    values = {"count": count, "default": default} | request._asdict()
+    return DeviceError(sentence.format_map(values))
 
 
 def _configure(request: Request) -> None:

@@ -43,22 +43,30 @@ def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> No
       ConfigError: a metric that the run needs is not measured, or a batch not divided.
     """
     if IMPORTING:
-        raise ConfigError(
-            f"{IMPORTING[-1]} trains while a command imports it; put what trains under "
-            "if __name__ == '__main__':"
-        )
+        raise _imported(IMPORTING[-1])
     train = without_workers(trainer.experiment.data.train)
     size = trainer.feed.batch_size
-    if isinstance(train, ArrayDataset) and (rows := train.num_examples) < size:
-        logger.warning(
-            f"a batch has {size} examples and the training set {rows}, so that some "
-            f"are in a batch several times; give a batch_size of {rows} or less"
-        )
+    if isinstance(train, ArrayDataset) and train.num_examples < size:
+        _warn_of_few(train.num_examples, size)
     if trainer.devices.axis_name and trainer.experiment.exact_elastic is None:
         check_norms(trainer)
     if not jax.tree.leaves(trainer.abstract.params):
         logger.warning("nothing trains: no parameter does, and LoRA adapts none")
     check_evaluation(trainer, best_metric, stop_when)
+
+
+def _imported(module: str) -> ConfigError:
+    return ConfigError(
+        f"{module} trains while a command imports it; put what trains under "
+        "if __name__ == '__main__':"
+    )
+
+
+def _warn_of_few(rows: int, size: int) -> None:
+    logger.warning(
+        f"a batch has {size} examples and the training set {rows}, so that some "
+        f"are in a batch several times; give a batch_size of {rows} or less"
+    )
 
 
 def check_norms(trainer: Trainer) -> None:
@@ -129,19 +137,21 @@ def check_evaluation(trainer: Trainer, best_metric: str, stop_when: Any = None) 
     except ConfigError:
         raise
     except Exception:  # A derived metric may refuse these made-up numbers.
-        known = summarize(numbers, lambda *_: {})
-        known = _with_sets(known, sets)
-        meant = "" if best_metric in known else near(best_metric, known, cutoff=0.8)
-        if meant:
-            logger.warning(
-                f"best_metric={best_metric} is none of {', '.join(known)}{meant}; "
-                "unless it is a derived metric, no checkpoint is the best"
-            )
-        return
+        known = _with_sets(summarize(numbers, lambda *_: {}), sets)
+        return _warn_of_metric(best_metric, known)
     names = _with_sets(names, sets) if sets else names
     check_measured("best_metric", best_metric, names)
     if early and not early.startswith(("train/", "perf/")):
         check_measured("early_stop.metric", early, names)
+
+
+def _warn_of_metric(best_metric: str, known: list[str]) -> None:
+    meant = "" if best_metric in known else near(best_metric, known, cutoff=0.8)
+    if meant:
+        logger.warning(
+            f"best_metric={best_metric} is none of {', '.join(known)}{meant}; "
+            "unless it is a derived metric, no checkpoint is the best"
+        )
 
 
 def _check_names(error: KeyError, *batches: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from haiku_template.bounded import at_home
 from haiku_template.config import default_config, differences, fixed, to_dict
 from haiku_template.data import whole_batches
-from haiku_template.devices.processes import gather
+from haiku_template.devices.processes import Processes, gather
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import check_same_frozen
 from haiku_template.preflight import fingerprint
@@ -109,13 +109,16 @@ def open_checkpoints(
 def brought_back(trainer: Trainer, workdir: Any, mirror: Any, config: Any) -> Path:
     """Workdir of this process; a run that it has not, or no more, is its mirror's."""
     if mirror:
-        from haiku_template.storage.mirror import bring_back
-
-        processes = trainer.devices.processes
-        if processes.index == 0:
-            bring_back(Path(workdir), _folder_of(mirror), config)
-        processes.first(None)  # All wait for it.
+        _bring_back(trainer.devices.processes, workdir, mirror, config)
     return workdirs.own(workdir)
+
+
+def _bring_back(processes: Processes, workdir: Any, mirror: str, config: Any) -> None:
+    from haiku_template.storage.mirror import bring_back
+
+    if processes.index == 0:
+        bring_back(Path(workdir), _folder_of(mirror), config)
+    processes.first(None)  # All wait for it.
 
 
 def _folder_of(mirror: str) -> Path:

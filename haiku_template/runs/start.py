@@ -120,13 +120,17 @@ def trainer_of(
     if config.init_from is not None and not begun:
         check_classes(config, experiment.data.class_names)
     trainer = experiment.trainer(devices)
-    size = trainer.feed.batch_size
-    if config.num_epochs is not None and size != config.batch_size:
-        raise ConfigError(
-            f"config.num_epochs counts batches of config.batch_size={config.batch_size}"
-            f", and the data's are of {size}; give config.num_steps"
-        )
+    if config.num_epochs is not None:
+        _check_counted(config.batch_size, trainer.feed.batch_size)
     return trainer
+
+
+def _check_counted(batch_size: int, size: int) -> None:
+    if size != batch_size:
+        raise ConfigError(
+            f"config.num_epochs counts batches of config.batch_size={batch_size}, and "
+            f"the data's are of {size}; give config.num_steps"
+        )
 
 
 def is_copied(mirror: str | None) -> bool:

@@ -77,13 +77,17 @@ class Handler(ocp.JsonCheckpointHandler):
         """Writes the manifest, once all processes have written their shares."""
         leaves = self._manifest["leaves"]
         if any("shares" in entry for entry in leaves.values()):
-            for index in range(1, jax.process_count()):
-                file = directory / f"{MANIFEST}.{index}"
-                for path, entry in bounded.read_json(file, most=MOST_BYTES).items():
-                    leaves[path]["shares"] |= entry["shares"]
-                file.unlink()
+            _add_shares(leaves, directory)
         files = {"files": sizes(directory.parent)}
         (directory / MANIFEST).write_text(json.dumps(sealed(self._manifest | files)))
+
+
+def _add_shares(leaves: dict[str, Any], directory: Path) -> None:
+    for index in range(1, jax.process_count()):
+        file = directory / f"{MANIFEST}.{index}"
+        for path, entry in bounded.read_json(file, most=MOST_BYTES).items():
+            leaves[path]["shares"] |= entry["shares"]
+        file.unlink()
 
 
 def _entry(path: str, leaf: Any, save: Ids) -> dict[str, Any]:

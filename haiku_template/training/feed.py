@@ -99,10 +99,7 @@ class Feed:
         self.steps_per_call = self.stack = experiment.steps_per_call or 1
         example, *further = each_shape(self._source)
         if further and self.steps_per_call > 1:
-            raise ConfigError(
-                f"config.steps_per_call={self.steps_per_call} needs batches of one "
-                f"shape, and these have {1 + len(further)}; possible is 1"
-            )
+            raise _several_shapes(self.steps_per_call, 1 + len(further))
         rows = self._own(example)
         self.batch_size = check_host_batch(rows) * devices.processes.count
         self._example, self._kinds = rows, _kinds(rows)
@@ -317,6 +314,13 @@ def _cut(start: int, stop: int, ends: Ends, errors: Any, cuts: Any) -> Iterator[
                 raise error
             yield range(first, step + 2)
             first = step + 2
+
+
+def _several_shapes(steps: int, count: int) -> ConfigError:
+    return ConfigError(
+        f"config.steps_per_call={steps} needs batches of one shape, and these have "
+        f"{count}; possible is 1"
+    )
 
 
 def _other_shape(batch: Any, first: Any, step: int) -> ConfigError:

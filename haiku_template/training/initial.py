@@ -229,12 +229,8 @@ def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any
     `example`, the inputs; these are zeros by default.
     """
     inputs = inputs_of(batch, recipe.task.whole_batch)
-    names = ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
     if inputs is batch and recipe.task.labels != "any":
-        raise ConfigError(
-            f"the task takes inputs and labels ({recipe.task.labels}), and the "
-            f"batches of the data have {names} alone"
-        )
+        raise _no_inputs(recipe.task.labels, batch)
     if example is None:  # Most initialize from shapes and the rng alone.
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     policy, rng = recipe.precision.policy, split_seed(recipe.seed).params
@@ -243,7 +239,7 @@ def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any
         example = ordered(policy.cast_to_param(example), example)
         params, net_state = recipe.model.init(rng, example, True)
     except Exception as error:
-        error.add_note(_given(names, inputs is batch, example))
+        error.add_note(_given(batch, inputs is batch, example))
         raise
     return {"params": params, "net_state": net_state}
 
@@ -357,9 +353,20 @@ def _check_names(params: hk.Params) -> None:
             )
 
 
-def _given(names: str, is_whole: bool, inputs: Any) -> str:
+def _names(batch: Any) -> str:
+    return ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
+
+
+def _no_inputs(labels: str, batch: Any) -> ConfigError:
+    return ConfigError(
+        f"the task takes inputs and labels ({labels}), and the batches of the data "
+        f"have {_names(batch)} alone"
+    )
+
+
+def _given(batch: Any, is_whole: bool, inputs: Any) -> str:
     part = "all" if is_whole else "inputs alone"
-    note = f"Of a batch of {names} the model was given {part}."
+    note = f"Of a batch of {_names(batch)} the model was given {part}."
     if all(x.dtype != jnp.uint8 for x in jax.tree.leaves(inputs)):
         return note
     return (
@@ -409,10 +416,7 @@ def first_state(
     if leaves:
         fields["params"] = unflatten(flatten(fields["params"]) | leaves)
     if net_state is not None:
-        # Fresh leaves are not in what was read; a module's may be a tree.
-        of_state = flatten(fields["net_state"]) | flatten(net_state)
-        structure = jax.tree.structure(fields["net_state"])
-        fields["net_state"] = structure.unflatten(of_state.values())
+        fields["net_state"] = _with_leaves(fields["net_state"], net_state)
     params = fields["params"]
     opt_state = () if optimizer is None else optimizer.init(params)
     has_own = own_averages(opt_state, params) is not None
@@ -427,3 +431,9 @@ def first_state(
         "loss_scale": recipe.precision.initial_loss_scale(),
     }
     return TrainState(**defaults | fields)
+
+
+def _with_leaves(tree: Any, source: Any) -> Any:
+    """Replaces the leaves that a source has; a module's state may be a tree."""
+    leaves = flatten(tree) | flatten(source)
+    return jax.tree.structure(tree).unflatten(leaves.values())

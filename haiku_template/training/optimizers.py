@@ -232,13 +232,17 @@ def make_optimization(num_steps: int, **keys: Any) -> tuple[Optimizer, Schedule]
     """
     name, warmup_steps = keys.pop("schedule"), keys["warmup_steps"]
     if keys["name"] in DIVIDE_BY_RATE and name in SCHEDULES and warmup_steps:
-        raise ConfigError(
-            f"config.optimizer.warmup_steps={warmup_steps} begins with a learning rate "
-            f"of 0, by which {keys['name']} divides; possible is 0"
-        )
+        raise _divides(keys["name"], warmup_steps)
     values = {key: keys.pop(key) for key in OF_SCHEDULE}
     schedule = make_schedule(name, num_steps=num_steps, **values)
     return make_optimizer(schedule=schedule, **keys), schedule
+
+
+def _divides(name: str, warmup_steps: int) -> ConfigError:
+    return ConfigError(
+        f"config.optimizer.warmup_steps={warmup_steps} begins with a learning rate "
+        f"of 0, by which {name} divides; possible is 0"
+    )
 
 
 @functools.cache

@@ -118,11 +118,15 @@ def facts_of(function: Callable[..., Any], keys: Iterable[str] = ()) -> dict[str
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if len(unnamed) > len(free) or not {*unnamed}.isdisjoint(NO_FACTS):
-        raise ConfigError(
-            f"the task takes {', '.join(unnamed)}; possible are {', '.join(FACTS)}, "
-            "and names of your own for the outputs and the batch alone"
-        )
+        raise _no_facts(unnamed)
     return facts | dict(zip(unnamed, free, strict=False))
+
+
+def _no_facts(names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"the task takes {', '.join(names)}; possible are {', '.join(FACTS)}, "
+        "and names of your own for the outputs and the batch alone"
+    )
 
 
 def example_values(task: Task, **facts: Any) -> tuple[Values, jax.Array | None]:
