@@ -224,11 +224,15 @@ def by_name(values: Mapping[str, Any], spec: BatchSpec) -> Data:
     """Makes `config.data`, or raises `ConfigError`, also for what is no `Data`."""
     data = make("data", arguments(values), DATASETS, spec)
     if not isinstance(data, Data):
-        raise ConfigError(
-            f"config.data: {values['name']} returned a {type(data).__name__}; it must "
-            "return a haiku_template.data.Data, which from_split makes of arrays"
-        )
+        raise _no_data(values["name"], data)
     return data
+
+
+def _no_data(name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"config.data: {name} returned a {type(value).__name__}; it must return a "
+        "haiku_template.data.Data, which from_split makes of arrays"
+    )
 
 
 DATASETS: dict[str, Callable[..., Data] | str] = {

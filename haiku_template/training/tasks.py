@@ -177,10 +177,14 @@ def numbers_of(derived: dict[str, Any]) -> Averages:
     try:
         return {name: float(value) for name, value in derived.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the task derives {derived!r:.80}; it must return a dictionary of numbers "
-            "by name, each of them one number"
-        ) from error
+        raise _no_numbers(derived) from error
+
+
+def _no_numbers(derived: Any) -> ConfigError:
+    return ConfigError(
+        f"the task derives {derived!r:.80}; it must return a dictionary of numbers "
+        "by name, each of them one number"
+    )
 
 
 def _no_labels(task: Task, names: list[str]) -> ConfigError:
