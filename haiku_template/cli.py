@@ -22,7 +22,15 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import config_path
 
 import jax_doctor
-from haiku_template import cluster, config, program_cache, registry, shipped, signals
+from haiku_template import (
+    cluster,
+    compat,
+    config,
+    program_cache,
+    registry,
+    shipped,
+    signals,
+)
 from haiku_template.bounded import is_file
 from haiku_template.errors import (
     MEANT,
@@ -306,7 +314,10 @@ def _end(error: BaseException) -> None:
     error = (several and cluster.lost(error)) or _of_a_user(error) or error
     interrupted = signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
     code = getattr(error, "exit_code", interrupted)
+    advice = compat.advice(error)
     if code is None:
+        if advice:
+            error.add_note(advice)
         cluster.leave(f"{type(error).__name__}: {error}")
         if several:
             traceback.print_exc()
@@ -316,7 +327,8 @@ def _end(error: BaseException) -> None:
     cluster.leave("" if isinstance(error, Interrupted) else sentence, code)
     with contextlib.suppress(OSError):  # Its reader may be gone.
         sys.stdout.flush()
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    said = "; ".join(filter(None, (sentence, advice)))
+    print(f"error: {said}", file=sys.stderr, flush=True)
     alone = several and not isinstance(error, Interrupted)
     if alone or code == StorageError.exit_code:
         os._exit(code)  # Without waiting for threads that write.

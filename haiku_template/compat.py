@@ -17,6 +17,7 @@ used it. Where the meaning has changed, and for what only words replace in
 docs/decisions/doctor.md#compat
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -30,6 +31,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from haiku_template.errors import chain
 
 if TYPE_CHECKING:
     from jax_doctor.code.names import Removed
@@ -82,6 +85,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "jax.experimental.enable_x64": lambda jax: (
         lambda new_val=True: jax.enable_x64(new_val)
     ),
+    "jax.interpreters.xla.pytype_aval_mappings": lambda jax: (
+        jax._src.core.pytype_aval_mappings
+    ),
     "jax.numpy.NINF": lambda jax: -jax.numpy.inf,
     "jax.numpy.NZERO": lambda jax: -0.0,
     "jax.numpy.PZERO": lambda jax: 0.0,
@@ -117,6 +123,11 @@ NOT_SERVED = {  # Why: docs/decisions/doctor.md#removed-arguments
     "jax.experimental.pjit.pjit(in_axis_resources)": "None meant replicated",
     "jax.experimental.pjit.pjit(out_axis_resources)": "None meant replicated",
 }
+UNEXPECTED = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+BACK = (
+    "; or config.compat = True puts it back, and in a config file that needs it "
+    "itself, compat.install() (from haiku_template import compat)"
+)
 _used: set[str] = set()
 _wrapped: set[str] = set()
 
@@ -163,6 +174,37 @@ def _install(package: str) -> None:
                 # Not as its parent's attribute: `jax.config` is another thing today.
                 sys.modules[name] = _Module(name, "A module that is gone.")
                 sys.modules[name].__spec__ = ModuleSpec(name, None)
+
+
+def advice(error: BaseException) -> str:
+    """Says what to do about a removed name that an error, or one behind it, met."""
+    for each in chain(error):
+        for path in _missed(each):
+            if (row := removed().get(path)) is not None:
+                return f"{row}{BACK * _is_served(path)}"
+    return ""
+
+
+def _missed(error: BaseException) -> list[str]:
+    """Paths of what an error did not find: a module, a name of one, or a keyword."""
+    text, name = str(error), getattr(error, "name", None)
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        return [f"{error.obj.__name__}.{name}"]
+    if isinstance(error, ImportError):
+        match = re.match(r"cannot import name '(\w+)'", text)
+        return [f"{name}.{match[1]}"] if match else [str(name), f"import {name}"]
+    if isinstance(error, TypeError) and (match := UNEXPECTED.match(text)):
+        return [x for x in removed() if x.endswith(f".{match[1]}({match[2]})")]
+    return []
+
+
+def _is_served(path: str) -> bool:
+    if "(" in path or path.removeprefix("import ") in HOMES:
+        return path not in NOT_SERVED
+    with contextlib.suppress(AttributeError, ImportError):
+        _value(*path.rpartition(".")[::2])
+        return True
+    return False
 
 
 class _Finder:

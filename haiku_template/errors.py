@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 NEAREST, MEANT = "; nearest is {}", " (did you mean {}?)"
@@ -61,12 +61,18 @@ def clear_frames(error: BaseException | None) -> None:
 
     They hold the arrays of a run that failed, beside those of the next.
     """
+    for each in chain(error):
+        frames = traceback.walk_tb(each.__traceback__)
+        if any(x.f_code.co_filename.startswith(_OURS) for x, _ in frames):
+            traceback.clear_frames(each.__traceback__)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, the one behind it, and so on."""
     for _ in range(CHAIN):
         if error is None:
             return
-        frames = traceback.walk_tb(error.__traceback__)
-        if any(x.f_code.co_filename.startswith(_OURS) for x, _ in frames):
-            traceback.clear_frames(error.__traceback__)
+        yield error
         error = error.__cause__ or error.__context__
 
 

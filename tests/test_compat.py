@@ -33,6 +33,11 @@ YESTERDAY = {
     "config": "from jax.config import config\nconfig is jax.config",
     "config again": "import jax.config\njax.config.jax_enable_x64 is False",
     "core": "from jax.core import Primitive\nPrimitive('p').name == 'p'",
+    "a type of arrays, as tensorflow_probability's": "class Mine(np.ndarray):\n"
+    "    pass\n"
+    "for home in (jax.interpreters.xla, jax.core):\n"
+    "    home.pytype_aval_mappings[Mine] = home.pytype_aval_mappings[np.ndarray]\n"
+    "jax.typeof(np.ones(2).view(Mine)).shape == (2,)",
     "types": "jnp.DeviceArray is jax.random.KeyArray is jax.Array",
     "numbers": "(jnp.NINF, jnp.PZERO) == (-np.inf, 0)",
     "numpy": "jnp.in1d(ar1=np.ones((2, 2)), ar2=np.ones(1)).shape == (4,)",
@@ -191,6 +196,48 @@ def test_each_name_is_logged_once_with_where_it_was_used_and_what_to_write(asked
     assert len(names) == len(set(names)) and "jax.util.unzip2" in names
 
 
+# What a run of yesterday's code ends with, and what is said of it.
+MISSED = {
+    "a function": ("jax.tree_map(int, '1')", "write jax.tree.map; or config.compat"),
+    "an import": ("from jax import tree_leaves", "write jax.tree.leaves; or config"),
+    "a module": ("import jax.util", "jax.util was removed in"),
+    "a name of a module that is gone": ("from jax.config import config", "; or config"),
+    "optax": ("import optax\noptax.additive_weight_decay", "add_decayed_weights; or"),
+    "a keyword": ("jnp.clip(1.0, a_min=0.0)", "jax.numpy.clip(a_min) was removed in"),
+    "an error behind another": (
+        "try:\n    jax.tree_map\nexcept AttributeError as error:\n"
+        "    raise ValueError('a layer') from error",
+        "write jax.tree.map; or config.compat = True puts it back",
+    ),
+    "a name for which there are words": ("jax.xla_computation", 'compiler_ir("hlo")'),
+    "a misspelled name": ("jax.tree_mapp", ""),
+    "a name of a user's": ("Path('a').tree_map", ""),
+    "a keyword of a user's": ("(lambda x: x)(a_min=1)", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def advised():
+    code = (
+        "import jax, jax.numpy as jnp\nfrom pathlib import Path\nsaid = {}\n"
+        f"for name, (code, _) in {MISSED}.items():\n"
+        "    try:\n"
+        "        exec(code)\n"
+        "    except Exception as error:\n"
+        "        said[name] = compat.advice(error)\n"
+        "print(json.dumps(said))"
+    )
+    return json.loads(fresh(code)[0])
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_removed_name_is_said_to_be_one(advised, name):
+    words = MISSED[name][1]
+    assert words in advised[name] and bool(words) == bool(advised[name])
+    is_back = "xla_computation" not in advised[name]
+    assert ("config.compat" in advised[name]) == (bool(words) and is_back)
+
+
 def test_what_jax_has_stays_its_own(asked):
     fresh("REMOVED = compat.removed()\n" + SAME)
 
@@ -251,12 +298,21 @@ def test_a_run_whose_model_uses_removed_names_trains_and_is_evaluated(tmp_path):
     words = [f"--config={ROOT}/configs/digits.py", "--workdir=run", "--device=cpu"]
     words += ["--config.num_steps=2", "--config.model.name=third_party:model"]
     done = run_command("train", *words, cwd=tmp_path)
-    assert done.returncode and "cannot import name 'tree_map'" in done.stderr
+    assert done.returncode == 1 and "cannot import name 'tree_map'" in done.stderr
+    assert "write jax.tree.map; or config.compat = True puts it back" in done.stderr
     done = run_command("train", *words, "--config.compat=True", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"put back for {tmp_path}/third_party.py:2: jax.tree_map was" in done.stderr
     done = run_command("evaluate", "--workdir=run", "--device=cpu", cwd=tmp_path)
     assert done.returncode == 0 and "third_party.py:2" in done.stderr, done.stderr
+
+
+def test_a_config_file_that_needs_a_removed_name_is_told_how(tmp_path):
+    (tmp_path / "old.py").write_text("import jax\nx = jax.tree_map(abs, 1)")
+    done = run_command("train", "--config=old.py", "--workdir=run", cwd=tmp_path)
+    assert done.returncode == 64 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: old.py, line 2: module 'jax' has no attribut")
+    assert "config.compat = True puts it back, and in a config file" in done.stderr
 
 
 OLD = """'''An old script.'''
