@@ -106,9 +106,9 @@ class Feed:
         devices.check_batch_size(self.batch_size, experiment.accumulate_steps)
         self.example = canonical_shapes(example, rows=self.batch_size)
         if experiment.placement == "device":
-            arrays, self.stack = self._source.staged, 1
             self._source = RowBlocks(self._source, self.batch_size, self.steps_per_call)
-            self.staged = devices.abstract(lambda x: x, canonical_shapes(arrays()))
+            arrays, self.stack = self._source.dataset.staged(), 1
+            self.staged = devices.abstract(lambda x: x, canonical_shapes(arrays))
         elif self.steps_per_call == 1 and experiment.exact_elastic is None:
             size = STACK * sum(x.nbytes for x in jax.tree.leaves(rows))
             is_stacked = not further and gathers(self._source) and size <= STACK_BYTES

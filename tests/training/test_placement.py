@@ -10,7 +10,14 @@ import numpy as np
 import optax
 import pytest
 
-from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet, staging
+from haiku_template.data import (
+    ArrayDataset,
+    BatchSpec,
+    Data,
+    EvaluationSet,
+    from_iterator,
+    staging,
+)
 from haiku_template.data.images import scale_pixels
 from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.models import mlp
@@ -169,6 +176,25 @@ def test_the_budget_counts_what_is_staged(devices):
 def test_what_the_host_augments_is_not_staged(devices):
     trainer = made(devices, augment=lambda inputs, rng: inputs)
     with pytest.raises(ConfigError, match="batches are made on the host"):
+        placed(trainer, "device")
+    assert "made on the host" in placed(trainer, "auto", 2**40).feed.placement
+
+
+class _Own:
+    """A data set that has what extend.md asks of it, and no more."""
+
+    def batch(self, step):
+        return {"inputs": INPUTS[:8], "labels": LABELS[:8]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Own, lambda: from_iterator(lambda: [_Own().batch(0)])],
+    ids=["batch(step)", "from_iterator"],
+)
+def test_batches_of_ones_own_are_not_staged(one_device, make):
+    trainer = changed(made(one_device), data=Data(make(), None, 3, scale_pixels))
+    with pytest.raises(ConfigError, match="made on the host; possible are host and au"):
         placed(trainer, "device")
     assert "made on the host" in placed(trainer, "auto", 2**40).feed.placement
 
