@@ -123,7 +123,9 @@ NOT_SERVED = {  # Why: docs/decisions/doctor.md#removed-arguments
     "jax.experimental.pjit.pjit(in_axis_resources)": "None meant replicated",
     "jax.experimental.pjit.pjit(out_axis_resources)": "None meant replicated",
 }
-UNEXPECTED = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+UNEXPECTED = re.compile(
+    r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'"
+)
 BACK = (
     "; or config.compat = True puts it back, and in a config file that needs it "
     "itself, compat.install() (from haiku_template import compat)"
@@ -181,19 +183,23 @@ def advice(error: BaseException) -> str:
     for each in chain(error):
         for path in _missed(each):
             if (row := removed().get(path)) is not None:
-                return f"{row}{BACK * _is_served(path)}"
+                # Of a keyword the error does not say whose function it was.
+                unless = f"if it was {path.partition('(')[0]}: " * ("(" in path)
+                return f"{unless}{row}{BACK * _is_served(path)}"
+        if each.__suppress_context__ and each.__cause__ is None:
+            break
     return ""
 
 
 def _missed(error: BaseException) -> list[str]:
     """Paths of what an error did not find: a module, a name of one, or a keyword."""
-    text, name = str(error), getattr(error, "name", None)
+    name = getattr(error, "name", None)
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         return [f"{error.obj.__name__}.{name}"]
     if isinstance(error, ImportError):
-        match = re.match(r"cannot import name '(\w+)'", text)
+        match = re.match(r"cannot import name '(\w+)'", str(error))
         return [f"{name}.{match[1]}"] if match else [str(name), f"import {name}"]
-    if isinstance(error, TypeError) and (match := UNEXPECTED.match(text)):
+    if type(error) is TypeError and (match := UNEXPECTED.match(str(error))):
         return [x for x in removed() if x.endswith(f".{match[1]}({match[2]})")]
     return []
 

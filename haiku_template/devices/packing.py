@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SMALL = 4096  # Bytes of the largest array that is packed.
 FEW = 32  # Arrays for which it does not pay.
+PAYS = 1000  # Calls that save the time to compile it, some 15 ms for each array.
 
 
 class Packed(NamedTuple):
@@ -55,7 +56,7 @@ class Packing(NamedTuple):
 
     def with_vector(self, tree: Any, vector: Any) -> Packed:
         """Puts `vector` in the place of the small leaves of a state, or of its like."""
-        leaves = enumerate(jax.tree.leaves(tree.without_frozen()))
+        leaves = enumerate(self._leaves(tree))
         arrays = tuple(leaf for i, leaf in leaves if i not in self.shapes)
         return Packed(arrays, vector, tree.frozen)
 
@@ -82,8 +83,12 @@ class Packing(NamedTuple):
         return self._whole(packed, [None] * len(self.shapes))
 
     def _small(self, state: Any) -> list[Any]:
-        leaves = jax.tree.leaves(state.without_frozen())
+        leaves = self._leaves(state)
         return [leaves[i] for i in self.shapes]
+
+    def _leaves(self, state: Any) -> list[Any]:
+        """Leaves in order; raises `ValueError` for a tree of another structure."""
+        return self.structure.flatten_up_to(state.without_frozen())
 
     def _sizes(self) -> list[int]:
         return [*map(math.prod, self.shapes.values())]

@@ -122,7 +122,7 @@ def train(
     workdirs.check(directory, config)  # Before anything is compiled.
     trainer = trainer.replace(skips=max_consecutive_nonfinite > 1)
     trainer = settle(trainer, directory, memory_limit)
-    trainer = trainer if hooks or sdc_replay else trainer.with_packing()
+    trainer = trainer if hooks or sdc_replay else trainer.with_packing(num_steps)
     starts = not workdirs.has_checkpoints(directory)
     check_parts(trainer, best_metric, stop_when)
     budget = check_budget(trainer, memory_limit, starts=starts)
@@ -209,40 +209,39 @@ class _Run(NamedTuple):
             return due or bool(self.hooks) or step == start + 1
 
         # A thread makes them ahead: `training/feed.py`.
-        held, unlogged = self.trainer.packed(state), self.signals.unlogged
+        state, unlogged = self.trainer.packed(state), self.signals.unlogged
         with self.trainer.calls(start, stop, ends_call) as calls, unlogged:
             self.report.restart(start)
             for steps, arrays in calls:
                 step = steps[-1]
                 trace = jax.profiler.StepTraceAnnotation("train", step_num=step)
                 with self.signals.lock, trace:
-                    held, scalars = self.trainer.advance(held, steps, arrays)
-                    self.guards.note(steps, scalars, held)
-                    self.signals.latest = steps, held, scalars
+                    state, scalars = self.trainer.advance(state, steps, arrays)
+                    self.guards.note(steps, scalars, state)
+                    self.signals.latest = steps, state, scalars
                 unlogged.close()  # While the devices are at work.
                 self.report.step(step)
                 if _due(step, stop, every.log):
                     unlogged.callback(self._log, steps, scalars)
                 if self.hooks:  # Then calls are of one step each.
-                    self._tell("step", step, held, scalars.first())
+                    self._tell("step", step, state, scalars.first())
                 first = step == start + 1
                 late = timer is not None and timer.due(step, scalars)
                 due = _due(step, stop, every.evaluate, every.save)
                 if self.signals.due() or late or due or first or self.report.due(step):
                     # Evaluation must not run its collectives beside the step's.
                     self.trainer.devices.wait(scalars)
-                    state = self.trainer.unpacked(held)
                     if first:
                         self.guards.agree(state)
                     unlogged.close()
                     if self._between(steps, stop, state, scalars, late):
-                        return state, step
+                        return self.trainer.unpacked(state), step
                     if first:  # Checked and waited for: not throughput.
                         self.report.restart(step)
                 # Why: docs/decisions/training.md#late-lines
                 elif _due(step, stop, every.log):
                     self.guards.collect()
-        return state, stop
+        return self.trainer.unpacked(state), stop
 
     def _between(
         self, steps: range, stop: int, state: TrainState, scalars: Any, late: bool
@@ -250,6 +249,7 @@ class _Run(NamedTuple):
         """Evaluates and saves, if due or late; True ends the run early."""
         step = steps[-1]
         with self.report.paused():
+            state = self.trainer.unpacked(state)
             metrics = self._evaluate(step, state, stop)
             early = metrics is not None and step < stop and self._stops_early()
             waits = self.signals.received is not None and step < stop
@@ -328,11 +328,11 @@ class _Run(NamedTuple):
         with self.signals.lock:
             if self.signals.latest is None:
                 return None
-            steps, held, scalars = self.signals.latest
-            leaves = jax.tree.leaves(held)
+            steps, state, scalars = self.signals.latest
+            leaves = jax.tree.leaves(state)
             if not all(isinstance(x, jax.Array) and not x.is_deleted() for x in leaves):
                 return None  # Donated to a call that failed.
-            state = self.trainer.unpacked(held)
+            state = self.trainer.unpacked(state)
             self.checkpoints.without_batches()
             step, metrics = self.signals.evaluated
             metrics = metrics if step == steps[-1] else None

@@ -354,7 +354,11 @@ def _check_names(params: hk.Params) -> None:
 
 
 def _names(batch: Any) -> str:
-    return ", ".join(batch) if isinstance(batch, dict) else "arrays without names"
+    return (
+        ", ".join(map(str, batch))
+        if isinstance(batch, dict)
+        else "arrays without names"
+    )
 
 
 def _no_inputs(labels: str, batch: Any) -> ConfigError:
@@ -430,7 +434,13 @@ def first_state(
         "ema_params": params if averaged else None,
         "loss_scale": recipe.precision.initial_loss_scale(),
     }
-    return TrainState(**defaults | fields)
+    return jax.tree.map(_strong, TrainState(**defaults | fields))
+
+
+def _strong(x: Any) -> Any:
+    """Fixes a weak type, which a checkpoint would not keep: steps would differ."""
+    is_weak = getattr(x, "weak_type", False)
+    return jax.lax.convert_element_type(x, x.dtype) if is_weak else x
 
 
 def _with_leaves(tree: Any, source: Any) -> Any:

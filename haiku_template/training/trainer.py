@@ -23,7 +23,7 @@ from haiku_template.data.examples import as_dataset, as_labelled, evaluated
 from haiku_template.devices import DeviceManager, Layout, check_host_batch
 from haiku_template.devices.compiled import CompiledStep, Scalars, Specs
 from haiku_template.devices.layout import REPLICATED
-from haiku_template.devices.packing import Packed, packing_of
+from haiku_template.devices.packing import PAYS, Packed, packing_of
 from haiku_template.devices.transfer import canonical_shapes, own_rows
 from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
@@ -178,12 +178,13 @@ class Trainer:
             self._of_several[count] = self.replace(steps_per_call=count)
         return self._of_several[count]
 
-    def with_packing(self) -> "Trainer":
-        """Makes the trainer that advances packed states, where that pays.
+    def with_packing(self, num_steps: int) -> "Trainer":
+        """Makes the trainer that advances packed states, where so many steps pay.
 
         Not for hooks and steps made twice, which take the state of each step.
         """
-        if self.packing is None or self.experiment.exact_elastic is not None:
+        pays = num_steps >= PAYS * self.feed.steps_per_call
+        if not pays or self.packing is None or self.experiment.exact_elastic:
             return self
         trainer = copy.copy(self)
         trainer._packs = True

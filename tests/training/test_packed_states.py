@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from collections import OrderedDict
 
 import haiku as hk
 import jax
@@ -19,6 +20,7 @@ from haiku_template.runs import exhausted, train
 from haiku_template.runs.rewind import leaving_out
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment, classification
+from haiku_template.training import trainer as trainers
 from haiku_template.training.trainer import Trainer
 from tests.runs import with_data
 
@@ -38,16 +40,12 @@ def net(inputs, is_training):
 
 
 def made(num_devices=1, inputs=INPUTS, **options):
-    data = Data(
-        ArrayDataset(inputs, LABELS, BatchSpec(8)),
-        EvaluationSet(INPUTS, LABELS, 16),
-        3,
-    )
     parts = {"task": classification, "optimizer": optax.adam(1e-3)}
     parts["model"] = hk.transform_with_state(net)
-    return Experiment(data=data, **parts | options).trainer(
-        DeviceManager.create("cpu", num_devices=num_devices)
-    )
+    train_set = ArrayDataset(inputs, LABELS, BatchSpec(8))
+    parts["data"] = Data(train_set, EvaluationSet(INPUTS, LABELS, 16), 3)
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    return Experiment(**parts | options).trainer(devices)
 
 
 def assert_same(first, second):
@@ -55,6 +53,11 @@ def assert_same(first, second):
     assert leaves[0].keys() == leaves[1].keys()
     differ = [k for k, x in leaves[0].items() if not np.array_equal(x, leaves[1][k])]
     assert differ == []
+
+
+@pytest.fixture(autouse=True)
+def any_steps_pay(monkeypatch):
+    monkeypatch.setattr(trainers, "PAYS", 1)
 
 
 @pytest.fixture
@@ -96,6 +99,8 @@ def test_a_packed_run_has_the_bits_of_one_that_is_not(name, tmp_path, sizes):
     runs = [read(tmp_path / x / "metrics.jsonl") for x in "ab"]
     for first, second in zip(*runs, strict=True):
         names = [k for k in first if k.startswith(("train/", "eval/"))]
+        if OPTIONS[name] == {"steps_per_call": 1}:  # What is unpacked is no traffic.
+            names += [k for k in first if k.startswith("perf/bytes")]
         assert [first[k] for k in names] == [second[k] for k in names]
 
 
@@ -137,18 +142,25 @@ def test_a_packed_run_that_fails_is_saved(tmp_path):
     assert_same(whole.state, again.state)
 
 
-def test_a_packed_leaf_that_is_not_finite_is_named(tmp_path):
-    """The scalars are finite; the state that is to be saved is not."""
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_packed_leaf_that_is_not_finite_is_named(most, tmp_path):
+    """By the scalars, or where they are finite by the state that is to be saved."""
 
     def spoil(updates, state, params=None):
-        bias = state + jnp.where(state == 7, jnp.nan, 0)
+        bias = state + jnp.where(state == (5 if most == 2 else 7), jnp.nan, 0)
         updates["linear_1"]["b"] = updates["linear_1"]["b"] + 0 * bias
         return updates, state + 1
 
     spoiling = optax.GradientTransformation(lambda params: jnp.zeros(()), spoil)
     trainer = made(optimizer=optax.chain(optax.adam(1e-3), spoiling))
     with pytest.raises(NonFiniteError, match=r"\['linear_1'\]\['b'\] \(NaN\)"):
-        train(trainer, num_steps=8, workdir=tmp_path, save_every=8)
+        train(
+            trainer,
+            num_steps=8,
+            workdir=tmp_path,
+            save_every=8,
+            max_consecutive_nonfinite=most,
+        )
 
 
 def test_steps_that_a_packed_run_leaves_out(tmp_path, sizes):
@@ -157,7 +169,7 @@ def test_steps_that_a_packed_run_leaves_out(tmp_path, sizes):
     state = trainer.init()
     copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     results = []
-    for each, start in zip((trainer, trainer.with_packing()), copies, strict=True):
+    for each, start in zip((trainer, trainer.with_packing(1000)), copies, strict=True):
         other = leaving_out(each, {2})
         held = other.packed(start)
         with other.calls(0, 3, lambda step: True) as calls:
@@ -170,7 +182,7 @@ def test_steps_that_a_packed_run_leaves_out(tmp_path, sizes):
 
 def test_what_is_packed():
     """Small float32 arrays of one CPU, if they are many; the others stay themselves."""
-    trainer = made().with_packing()
+    trainer = made().with_packing(1000)
     state = trainer.init()
     packed = trainer.packed(state)
     before, after = leaves_by_path(state), trainer.unpacked(packed)
@@ -184,22 +196,79 @@ def test_what_is_packed():
     kinds = {str(x.dtype) for x in packed.arrays}
     assert {"int32", "float32"} <= kinds and len(packed.arrays) < 25
     for other in (made(4), made(model=mlp(3, width=8))):
-        assert other.with_packing() is other
+        assert other.with_packing(1000) is other
+
+
+def test_few_steps_do_not_pay(monkeypatch):
+    monkeypatch.undo()
+    trainer, several = made(steps_per_call=1), made(steps_per_call=5)
+    assert trainer.with_packing(999) is trainer is not trainer.with_packing(1000)
+    assert several.with_packing(4999) is several is not several.with_packing(5000)
+
+
+CUSTOM = {
+    "data": Data(ArrayDataset(INPUTS, LABELS, BatchSpec(8)), None, 3),
+    **dict.fromkeys(("model", "task", "optimizer")),
+}
+
+
+def test_a_state_of_another_structure_is_refused(tmp_path):
+    """Its leaves would be taken for others: an OrderedDict has an order of its own."""
+
+    def first(rng, batch):
+        return {"params": {f"p{i:02}": jnp.zeros(()) + i for i in range(40)}}
+
+    def step(state, batch, rng, axis_name):
+        params = OrderedDict(reversed([*state.params.items()]))
+        state = state._replace(step=state.step + 1, params=params)
+        return state, {"loss": jnp.zeros(())}
+
+    trainer = made(**CUSTOM, init=first, step=step, steps_per_call=1)
+    with pytest.raises(ValueError, match="OrderedDict"):
+        train(trainer, num_steps=3, workdir=tmp_path)
+
+
+def test_a_first_state_is_of_strong_types(tmp_path):
+    """A checkpoint keeps no weak ones: steps after a resume would round otherwise."""
+
+    def first(rng, batch):
+        return {"params": {"scale": jnp.asarray(1.0)}}
+
+    trainer = made(**CUSTOM, init=first, step=lambda *args: args)
+    assert not any(x.weak_type for x in jax.tree.leaves(trainer.init()))
+
+
+@pytest.mark.parametrize("replay, last", [("first:2", 2), ("every:2", 1)])
+def test_states_that_a_replay_needs_no_longer_are_not_held(
+    replay, last, tmp_path, monkeypatch
+):
+    """A run names its newest state; that before a replay at its start stays."""
+    numbers, advance = [], Trainer.advance
+
+    def count(self, state, *args):
+        (large,) = [x.shape for x in jax.tree.leaves(state.params) if x.nbytes > 2**16]
+        alive = [x for x in jax.live_arrays() if x.shape == large]
+        numbers.append(len([x for x in alive if not x.is_deleted()]) / 3)
+        return advance(self, state, *args)
+
+    monkeypatch.setattr(Trainer, "advance", count)
+    options = {"num_steps": 7, "sdc_replay": replay, "log_every": None}
+    train(made(steps_per_call=1), workdir=tmp_path, **options)
+    assert numbers[-1] == last
 
 
 def test_larger_arrays_of_a_packed_state_are_named_where_memory_is_full():
-    trainer = made().with_packing()
-    state = trainer.init()
+    trainer = made().with_packing(1000)
 
     def call(held):
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
     with pytest.raises(RuntimeError) as caught:
-        call(trainer.packed(state))
+        call(trainer.packed(trainer.init()))
     paths = exhausted._paths(caught.value, trainer)
-    large = {k: x for k, x in leaves_by_path(state).items() if x.nbytes > 4096}
-    assert ".opt_state[0].mu['linear']['w']" in large
-    assert large.items() <= {paths.get(id(x)): x for x in large.values()}.items()
+    shape = trainer.abstract.params["linear"]["w"].shape
+    large = {paths.get(id(x)) for x in jax.live_arrays() if x.shape == shape}
+    assert {".params['linear']['w']", ".opt_state[0].mu['linear']['w']"} < large
 
 
 def test_a_gpu_takes_states_as_they_are(monkeypatch):
