@@ -84,7 +84,7 @@ OPTIONS = {
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.slow(but="one step a call or staged")
+@pytest.mark.slow(but="one step a call")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_packed_run_has_the_bits_of_one_that_is_not(name, tmp_path, sizes):
     trainer = made(**OPTIONS[name])
