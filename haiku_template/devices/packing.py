@@ -1,7 +1,7 @@
 """Packing: a state's small arrays as one vector, since each array of a call takes time.
 
 On CPUs the thread that calls a program shares the cores with it, and needs some 15 us
-for each array that goes in and comes out: of a ResNet-18 a tenth of its steps.
+for each array that goes in and comes out: of a ResNet-18 a tenth of a step.
 """
 
 import functools

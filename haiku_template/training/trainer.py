@@ -271,7 +271,7 @@ class Trainer:
     ) -> tuple[TrainState, Scalars]:
         """Makes the updates of a call: a new state, as this is donated, and scalars.
 
-        Of one that is `packed` it makes another.
+        That of a `packed` state is packed, too.
         """
         *staged, batch = arrays if isinstance(arrays, StagedBatch) else (arrays,)
         if (n := len(steps)) not in self._counts:
