@@ -82,7 +82,7 @@ class Replay:
         """
         if not self._is_chosen(steps[-1]):
             return self._trainer.advance(state, steps, arrays)
-        n = self._devices.num_devices
+        n, state = self._devices.num_devices, self._trainer.unpacked(state)
         with self._devices.implicit_transfers():
             _, digests = self._run(state, steps, arrays)
             results, again = self._run(state, steps, arrays)
@@ -100,12 +100,12 @@ class Replay:
     def _run(self, state: Any, steps: range, arrays: Any) -> tuple[Results, np.ndarray]:
         """Makes the step from a copy of the state; returns its results and digests."""
         trained = self._copy(state.without_frozen())._replace(frozen=state.frozen)
-        results = self._trainer.advance(trained, steps, arrays)
+        results = self._trainer.advance(self._trainer.packed(trained), steps, arrays)
         return results, part_digests(self._devices.everyone, self._compared(results))
 
     def _compared(self, results: Results) -> Any:
         new, scalars = results
-        return new.without_frozen(), scalars.tables
+        return self._trainer.unpacked(new).without_frozen(), scalars.tables
 
     @functools.cached_property
     def _copy(self) -> Callable[[Any], Any]:

@@ -395,11 +395,18 @@ def _smaller_runs(trainer: Trainer) -> Iterator[tuple[dict[str, Any], str]]:
             )
 
 
-def settle(trainer: Trainer, workdir: Path, limit: int | None = None) -> Trainer:
-    """Decides what is left to a run in `workdir`: where data lives, steps per call."""
+def settle(
+    trainer: Trainer, workdir: Path, limit: int | None = None, unseen: int = 0
+) -> Trainer:
+    """Decides what is left to a run in `workdir`: where data lives, steps per call.
+
+    Whether states are packed, too: for so many `unseen` steps, none if hooks or a
+    replay take the state of each.
+    """
     if trainer.experiment.placement == "auto":
         trainer = staged_if_it_fits(trainer, limit)
-    return choose_steps_per_call(trainer, workdir, limit)
+    trainer = choose_steps_per_call(trainer, workdir, limit)
+    return trainer.with_packing(unseen, workdirs.chosen(workdir, "packs", False))
 
 
 def staged_if_it_fits(trainer: Trainer, limit: int | None) -> Trainer:
@@ -430,7 +437,7 @@ def choose_steps_per_call(
     experiment, devices = trainer.experiment, trainer.devices
     if experiment.steps_per_call is not None or experiment.exact_elastic is not None:
         return trainer
-    if (number := workdirs.steps_per_call(workdir)) is not None:
+    if (number := workdirs.chosen(workdir, "steps_per_call", 1)) is not None:
         return trainer.with_steps_per_call(number)
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):

@@ -121,8 +121,8 @@ def train(
         config = workdirs.of_script(directory, trainer.experiment.config, ranks)
     workdirs.check(directory, config)  # Before anything is compiled.
     trainer = trainer.replace(skips=max_consecutive_nonfinite > 1)
-    trainer = settle(trainer, directory, memory_limit)
-    trainer = trainer if hooks or sdc_replay else trainer.with_packing(num_steps)
+    unseen = 0 if hooks or sdc_replay else num_steps
+    trainer = settle(trainer, directory, memory_limit, unseen)
     starts = not workdirs.has_checkpoints(directory)
     check_parts(trainer, best_metric, stop_when)
     budget = check_budget(trainer, memory_limit, starts=starts)
@@ -224,7 +224,8 @@ class _Run(NamedTuple):
                 if _due(step, stop, every.log):
                     unlogged.callback(self._log, steps, scalars)
                 if self.hooks:  # Then calls are of one step each.
-                    self._tell("step", step, state, scalars.first())
+                    whole = self.trainer.unpacked(state)
+                    self._tell("step", step, whole, scalars.first())
                 first = step == start + 1
                 late = timer is not None and timer.due(step, scalars)
                 due = _due(step, stop, every.evaluate, every.save)

@@ -38,8 +38,9 @@ def open_workdir(
     """Opens a run's workdir; makes the function of a step that gives facts to save."""
     fingerprint.keep(workdir, trainer, config, num_steps)
     # Why: docs/decisions/storage.md#facts
+    choices = {"steps_per_call": trainer.feed.steps_per_call, "packs": trainer.packs}
     environment = workdirs.open_workdir(
-        workdir, config, trainer.devices, trainer.feed.steps_per_call, num_steps, ranks
+        workdir, config, trainer.devices, num_steps, ranks, choices
     )
     dataset = whole_batches(trainer.experiment.data.train)
     is_function = dataclasses.is_dataclass(dataset)  # Of the step, without a state.

@@ -207,10 +207,13 @@ def run_id(workdir: Path) -> str | None:  # Why: docs/decisions/storage.md#run-i
     return read_json(workdir / RUN).get("id")
 
 
-def steps_per_call(workdir: Path) -> int | None:
-    """Number that a run which has begun chose for `steps_per_call=None`."""
+def chosen(workdir: Path, name: str, otherwise: Any) -> Any:
+    """Value that a run which has begun chose; None if there is no such run.
+
+    `otherwise` is that of runs whose run.json has none.
+    """
     begun = has_checkpoints(workdir)
-    return read_json(workdir / RUN).get("steps_per_call", 1) if begun else None
+    return read_json(workdir / RUN).get(name, otherwise) if begun else None
 
 
 def left_out(workdir: Path, name: str = RUN, key: str = LEFT_OUT) -> list[int]:
@@ -238,21 +241,21 @@ def open_workdir(
     workdir: Path,
     config: dict[str, Any],
     devices: DeviceManager,
-    steps_per_call: int = 1,
     num_steps: int | None = None,
     ranks: dict[str, str] = RANKS,
+    choices: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes the config, an id of the run and the environment, which it returns.
 
-    Call it under the lock. `steps_per_call` is for all starts, the rest of this.
+    Call it under the lock. `choices` are for all starts, the rest of this.
     `ConfigError`: `check` refuses it, or the directory cannot be written to.
     """
     with usable(workdir):
         _check_contents(workdir, config, False)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            run = {"id": uuid.uuid4().hex, "steps_per_call": steps_per_call}
-            write_json(workdir / RUN, run | ranks)
+            run = {"id": uuid.uuid4().hex}
+            write_json(workdir / RUN, run | (choices or {}) | ranks)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
         elif (run := read_json(workdir / RUN)) != run | ranks:  # A script's may change.

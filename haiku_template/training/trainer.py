@@ -85,6 +85,7 @@ class Trainer:
       layout: where each leaf of a train state lives.
       abstract: the train state's shapes, dtypes and shardings.
       packing: of a run's states between calls (`devices/packing.py`), or None.
+      packs: whether `advance` takes packed states.
       left_out: steps whose updates a rewound run leaves out (`runs/rewind.py`).
 
     Raises:
@@ -94,7 +95,7 @@ class Trainer:
     """
 
     left_out: frozenset[int] = frozenset()
-    _packs = False
+    packs = False
 
     def __init__(
         self, experiment: "Experiment", devices: DeviceManager, start: Start = None
@@ -178,16 +179,17 @@ class Trainer:
             self._of_several[count] = self.replace(steps_per_call=count)
         return self._of_several[count]
 
-    def with_packing(self, num_steps: int) -> "Trainer":
+    def with_packing(self, num_steps: int, packs: bool | None = None) -> "Trainer":
         """Makes the trainer that advances packed states, where so many steps pay.
 
-        Not for hooks and steps made twice, which take the state of each step.
+        `packs` is what a run that resumes chose: another program may round otherwise.
         """
-        pays = num_steps >= PAYS * self.feed.steps_per_call
-        if not pays or self.packing is None or self.experiment.exact_elastic:
+        if packs is None:
+            packs = num_steps >= PAYS * self.feed.steps_per_call
+        if not packs or self.packing is None or self.experiment.exact_elastic:
             return self
         trainer = copy.copy(self)
-        trainer._packs = True
+        trainer.packs = True
         return trainer
 
     def with_replay(self, text: str, budget: Any) -> "Trainer":
@@ -282,7 +284,7 @@ class Trainer:
 
     def packed(self, state: TrainState) -> Any:
         """Packs a state for `advance`; returns it unless the trainer packs."""
-        return self.packing.pack(self.devices, state) if self._packs else state
+        return self.packing.pack(self.devices, state) if self.packs else state
 
     def unpacked(self, state: Any) -> TrainState:
         """Unpacks a state of `advance`, whose larger arrays are those of the result."""
@@ -432,7 +434,7 @@ class Trainer:
         *staged, batch = self.feed.abstract(arrays)
         count = jax.ShapeDtypeStruct((), np.int32, sharding=self.devices.replicated)
         state, call = self.abstract, self._call
-        if self._packs:
+        if self.packs:
             state, call = self.packing.abstract(self.devices, state), self._packed_call
         return call.trace(*state.arguments(), *staged, count, batch)
 

@@ -41,7 +41,6 @@ from haiku_template.preflight.budget import (
 )
 from haiku_template.runs import train
 from haiku_template.storage.metrics import read
-from haiku_template.storage.workdir import steps_per_call
 from haiku_template.training import Experiment, classification, own_loss
 from haiku_template.training.feed import STACK
 from tests.runs import changed, placed
@@ -240,7 +239,8 @@ def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):
     check(config)
     trainer = Experiment.from_config(config, one_device).trainer(one_device)
     train(trainer, num_steps=60, workdir=tmp_path)
-    assert steps_per_call(tmp_path) == 50
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["steps_per_call"] == 50 and run["packs"] is False
     assert "on each device, 50 steps a call; " in capsys.readouterr().out
     train(trainer, num_steps=70, workdir=tmp_path)  # The same choice, made once.
     assert "step     70/70" in capsys.readouterr().out
