@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 # And for one that was donated, or is donated twice.
 GONE = ("been deleted", "donate the same buffer")
-# Tokens of unfinished steps, of the whole process: simulated devices share its threads,
-# and of two programs at once each may hold those that the other's collective needs.
-IN_FLIGHT: deque[jax.Array] = deque()
 LOCK = threading.RLock()
 GPU = "gpu"  # Records a graph of kernels in a first call.
 ROW_BYTES = 256  # Of the scalars of a step, in a call of several (jax issue 40101).
@@ -47,6 +45,36 @@ COPY = (
     "devices.shard"
 )
 SHARES = "has not one share on each device; give batches with devices.shard"
+SHORT, MANY = 0.0005, 32  # Seconds of a short step, of which so many may be in flight.
+
+
+class InFlight(deque[jax.Array]):
+    """Tokens of the whole process's unfinished steps, the oldest first.
+
+    Simulated devices share its threads, and of two programs at once each may hold those
+    that the other's collective needs.
+    """
+
+    last, short = 0.0, 0  # When a step was seen to end, and short ones in a row.
+
+    def make_room(self, devices: "DeviceManager") -> None:
+        """Waits until one more step may be in flight."""
+        most, is_cpu = devices.steps_in_flight, devices.platform == "cpu"
+        # Those that ended while nobody looked are at most `most`, and no measure.
+        are_short = is_cpu and most > 1 and self.short > 2 * most
+        if len(self) < (MANY if are_short else most):
+            return
+        left = MANY // 2 if are_short else most - 1  # Each wait wakes a thread.
+        ended = [self.popleft() for _ in range(len(self) - left)]
+        with devices.ledger.timed("compute"), devices.processes.waiting():
+            for token in reversed(ended):
+                token.block_until_ready()
+        now = time.perf_counter()
+        is_short = now - self.last < SHORT * len(ended)
+        self.short, self.last = is_short * (self.short + len(ended)), now
+
+
+IN_FLIGHT = InFlight()
 
 
 def check_alive(tree: Any, subject: str = "", distinct: bool = False) -> None:
@@ -135,9 +163,7 @@ class CompiledStep:
         check_placed(batch, devices, "the batch's ", sharded=True)
         try:
             with checks.leaks_named(), LOCK:
-                with ledger.timed("compute"), self.devices.processes.waiting():
-                    while len(IN_FLIGHT) >= self.devices.steps_in_flight:
-                        IN_FLIGHT.popleft().block_until_ready()
+                IN_FLIGHT.make_room(self.devices)
                 with ledger.timed("dispatch"):
                     if self.local:
                         args = own_part((*self.devices.gather(trees), batch))

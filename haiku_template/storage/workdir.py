@@ -254,8 +254,8 @@ def open_workdir(
         _check_contents(workdir, config, False)
         if not has_checkpoints(workdir):
             write_json(workdir / CONFIG, config)
-            run = {"id": uuid.uuid4().hex}
-            write_json(workdir / RUN, run | (choices or {}) | ranks)
+            run = {"id": uuid.uuid4().hex} | (choices or {})
+            write_json(workdir / RUN, run | ranks)
             if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
                 _warn_of_new_start(workdir)
         elif (run := read_json(workdir / RUN)) != run | ranks:  # A script's may change.

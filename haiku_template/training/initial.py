@@ -22,7 +22,7 @@ from haiku_template.params import flatten, ordered, unflatten
 from haiku_template.stored import is_form
 from haiku_template.training.custom import preprocessed
 from haiku_template.training.optimizers import own_averages
-from haiku_template.training.state import Recipe, TrainState, split_seed
+from haiku_template.training.state import Recipe, TrainState, split_seed, strong
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -434,13 +434,7 @@ def first_state(
         "ema_params": params if averaged else None,
         "loss_scale": recipe.precision.initial_loss_scale(),
     }
-    return jax.tree.map(_strong, TrainState(**defaults | fields))
-
-
-def _strong(x: Any) -> Any:
-    """Fixes a weak type, which a checkpoint would not keep: steps would differ."""
-    is_weak = getattr(x, "weak_type", False)
-    return jax.lax.convert_element_type(x, x.dtype) if is_weak else x
+    return strong(TrainState(**defaults | fields))
 
 
 def _with_leaves(tree: Any, source: Any) -> Any:

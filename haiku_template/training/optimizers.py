@@ -138,7 +138,41 @@ def make_optimizer(
         optimizer = optax.chain(optimizer, decay)
     if clip_norm is None:
         return optimizer
-    return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+    return clipped(clip_norm, optimizer)
+
+
+def clipped(max_norm: float, optimizer: Optimizer) -> Optimizer:
+    """Clips gradients by their global norm, `grad_norm` where the step computed it.
+
+    Otherwise as `optax.chain(optax.clip_by_global_norm(max_norm), optimizer)`.
+    """
+    # Why: docs/decisions/training.md#gradient-norm
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return optax.EmptyState(), optimizer.init(params)
+
+    def update(
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        **facts: Any,
+    ) -> tuple[Any, optax.OptState]:
+        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
+
+        def clip(x: jax.Array) -> jax.Array:
+            return jax.lax.select(
+                norm < max_norm, x, x / norm.astype(x.dtype) * max_norm
+            )
+
+        empty, inner = state
+        grads = jax.tree.map(clip, grads)
+        updates, inner = optimizer.update(grads, inner, params, **facts)
+        return updates, (empty, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _unknown(key: str, name: str, parameters: Iterable[str]) -> ConfigError:

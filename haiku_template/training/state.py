@@ -106,6 +106,17 @@ class Recipe(NamedTuple):  # Why: docs/decisions/house.md#recipe
     seed: int = 0  # With the step and the device, the source of randomness.
 
 
+def strong(state: Any) -> Any:  # Why: docs/decisions/training.md#strong-types
+    """Fixes weak types, which no checkpoint keeps: steps would round otherwise."""
+
+    def fix(x: Any) -> Any:
+        x = jnp.asarray(x)  # A step's 1.0 is of a weak type, too.
+        is_weak = jax.typeof(x).weak_type
+        return jax.lax.convert_element_type(x, x.dtype) if is_weak else x
+
+    return jax.tree.map(fix, state)
+
+
 def check_leaves(old: Any, new: Any, source: str) -> None:
     """Raises `ConfigError` unless the `source` of `new` keeps a state's leaves.
 
@@ -153,6 +164,7 @@ def in_dtypes_of(old: hk.State, new: hk.State) -> hk.State:
     dtypes = {path: x.dtype for path, x in tree_leaves_with_path(old)}
 
     def cast(path: Any, x: Any) -> Any:
+        x = jnp.asarray(x)  # A module may set a Python number.
         kinds = dtypes.get(path, x.dtype), x.dtype
         floats = all(jnp.issubdtype(kind, jnp.floating) for kind in kinds)
         return x.astype(kinds[0]) if floats and kinds[0] != x.dtype else x

@@ -39,7 +39,7 @@ from haiku_template.training.evaluation import add_up, make_eval_step, placed_in
 from haiku_template.training.feed import Batches, Ends, Feed, StagedBatch
 from haiku_template.training.initial import Initializer
 from haiku_template.training.skipping import skipping
-from haiku_template.training.state import Recipe, TrainState
+from haiku_template.training.state import Recipe, TrainState, strong
 from haiku_template.training.tasks import Averages, Counts, Task, as_task, facts_of
 
 if TYPE_CHECKING:
@@ -208,8 +208,14 @@ class Trainer:
         else:
             # What it returns is the new state and the scalars.
             gradients, update = make_custom_step(recipe, own_step), lambda _, x: x
+
+        def strongly(state: TrainState, results: Any) -> Any:
+            new, scalars = update(state, results)
+            return strong(new), scalars
+
         init = self.initializer.function(axis_name)
-        return Functions(init, gradients, update, make_eval_step(recipe, steps.forward))
+        eval_step = make_eval_step(recipe, steps.forward)
+        return Functions(init, gradients, strongly, eval_step)
 
     @property
     def work(self) -> Work:

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haiku_template.devices import check_replicas, compiled, mean_over, transfer
-from haiku_template.devices.compiled import IN_FLIGHT
+from haiku_template.devices import (
+    DeviceManager,
+    check_replicas,
+    compiled,
+    mean_over,
+    transfer,
+)
+from haiku_template.devices.compiled import IN_FLIGHT, MANY, InFlight
 from haiku_template.devices.layout import Layout
 from haiku_template.errors import PlacementError
 
@@ -142,6 +148,56 @@ def test_no_more_steps_are_in_flight_than_the_devices_allow(devices):
         unfinished = [token for token in IN_FLIGHT if not token.is_ready()]
         assert len(unfinished) <= devices.steps_in_flight
     assert len(IN_FLIGHT) <= devices.steps_in_flight
+
+
+class Token:
+    """Of a step that takes so many seconds, which passes when it is waited for."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.ended = clock, seconds, False
+
+    def block_until_ready(self):
+        if not self.ended:
+            self.ended = True
+            self.clock[0] += self.seconds
+
+
+def in_flight(monkeypatch, manager, durations):
+    """Numbers of steps in flight, as each of these durations is dispatched."""
+    clock, queue, numbers = [100.0], InFlight(), []
+    monkeypatch.setattr(compiled.time, "perf_counter", lambda: clock[0])
+    for seconds in durations:
+        queue.make_room(manager)
+        queue.append(Token(clock, seconds))
+        numbers.append(len(queue))
+    return numbers
+
+
+def test_many_short_steps_may_be_in_flight_and_few_long_ones(one_device, monkeypatch):
+    """Else the devices wait while the host makes the batches of the next steps."""
+    numbers = in_flight(monkeypatch, one_device, [1e-4] * 200)
+    assert numbers[:4] == [1, 2, 3, 4] and set(numbers[3:11]) == {4}
+    assert max(numbers) == MANY and min(numbers[-100:]) == MANY // 2 + 1
+    assert max(in_flight(monkeypatch, one_device, [0.01] * 200)) == 4
+    # Once one of the short ones is seen to be long there are few again.
+    numbers = in_flight(monkeypatch, one_device, [1e-4] * 100 + [0.1] * 100)
+    assert max(numbers[100 + MANY :]) == 4
+
+
+def test_steps_that_ended_unseen_are_not_taken_for_short_ones(one_device, monkeypatch):
+    """A host that was away finds the last four done at once."""
+    durations = [0.1, 0, 0, 0] * 50
+    assert max(in_flight(monkeypatch, one_device, durations)) == 4
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_few_steps_are_in_flight_elsewhere(platform, one_device, monkeypatch):
+    monkeypatch.setattr(DeviceManager, "platform", platform)
+    assert max(in_flight(monkeypatch, one_device, [1e-5] * 100)) == 4
+
+
+def test_simulated_devices_have_one_step_in_flight(four_devices, monkeypatch):
+    assert max(in_flight(monkeypatch, four_devices, [1e-5] * 100)) == 1
 
 
 OWN_LOOP = """

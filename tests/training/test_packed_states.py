@@ -263,6 +263,46 @@ def test_a_first_state_is_of_strong_types(tmp_path):
     assert not any(x.weak_type for x in jax.tree.leaves(trainer.init()))
 
 
+def weak_step(state, batch, rng, axis_name):
+    params = {"scale": jnp.asarray(1.0) / 3, "number": 2.0}
+    return state._replace(step=state.step + 1, params=params), {"loss": 0.5}
+
+
+def weak_optimizer():
+    def update(grads, state, params=None):
+        return jax.tree.map(jnp.zeros_like, grads), 1.0 / 3
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+def weak_net(inputs, is_training):
+    hk.set_state("count", 1.0 / 3)
+    return hk.Linear(3)(hk.Flatten()(inputs))
+
+
+WEAK = {
+    "step": CUSTOM
+    | {"step": weak_step}
+    | {"init": lambda rng, batch: {"params": dict.fromkeys(["number", "scale"], 1.0)}},
+    "optimizer": {"optimizer": weak_optimizer()},
+    "net_state": {"model": hk.transform_with_state(weak_net)},
+}
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("of", WEAK)
+def test_a_state_after_a_step_is_of_strong_types(of, steps_per_call):
+    trainer = made(**WEAK[of], steps_per_call=steps_per_call)
+    before = trainer.init()
+    with trainer.batches(0, 1) as batches:
+        after, _ = trainer.step(trainer.init(), next(iter(batches)))
+    with trainer.calls(0, 2, lambda step: True) as calls:
+        for steps, arrays in calls:
+            before, _ = trainer.advance(before, steps, arrays)
+    for leaf in jax.tree.leaves((before, after)):
+        assert not leaf.weak_type
+
+
 @pytest.mark.parametrize("replay, last", [("first:2", 2), ("every:2", 1)])
 def test_states_that_a_replay_needs_no_longer_are_not_held(
     replay, last, tmp_path, monkeypatch

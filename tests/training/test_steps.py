@@ -1,5 +1,6 @@
 """Properties of one step, on one device and on four."""
 
+import functools
 import re
 from collections import Counter
 
@@ -16,7 +17,7 @@ from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.runs import train
 from haiku_template.training import Experiment, classification, regression
-from haiku_template.training.optimizers import make_optimizer, make_schedule
+from haiku_template.training.optimizers import clipped, make_optimizer, make_schedule
 from haiku_template.training.state import Recipe, TrainState, split_seed
 from haiku_template.training.step import _accumulate
 from tests.runs import run_steps
@@ -74,6 +75,45 @@ def test_a_step_is_gradient_descent_on_the_mean_loss(devices):
 def test_a_norm_of_half_precision_is_finite(size):
     norm = norm_over(None, {"w": jnp.full(size, 512, jnp.float16), "b": jnp.ones(1)})
     assert float(norm) == pytest.approx((size * 512**2 + 1) ** 0.5)
+
+
+SIZES = [(), (0,), (1,), (7, 3), (64, 128), (3, 1025), (5, 7, 61), (4098,), (2, 2049)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_a_norm_by_rows_is_that_of_optax(dtype):
+    """Of leaves small and large, whose sizes 4 divides and does not."""
+    rng = np.random.default_rng(0)
+    tree = [np.asarray(rng.normal(size=x) + 1, dtype) for x in SIZES]
+    tree[-1] = tree[-1] * dtype(1 if dtype is np.float32 else 1j)
+    for part in (tree, *([x] for x in tree), [*reversed(tree)], [*tree] * 9):
+        norm = jax.jit(functools.partial(norm_over, None))(part)
+        expected = np.sqrt(
+            sum(np.sum(np.abs(np.float64(np.abs(x))) ** 2) for x in part)
+        )
+        np.testing.assert_allclose(norm, expected, 1e-6)
+    assert norm_over(None, {}) == 0
+
+
+def test_an_optimizer_that_clips_takes_the_norm_that_is_reported(devices):
+    """Else each step computes two."""
+    given = []
+
+    def update(grads, state, params=None, *, grad_norm=None, **facts):
+        given.append((grad_norm, sorted(facts)))
+        return jax.tree.map(lambda x: -x, grads), state
+
+    init = lambda params: optax.EmptyState()  # noqa: E731
+    optimizer = optax.GradientTransformationExtraArgs(init, update)
+    run_steps(trainer(devices, mlp(3, width=4), optimizer=optimizer), 1)
+    assert given and all(x is not None and facts == ["value"] for x, facts in given)
+    optimizer = clipped(0.5, optax.sgd(1.0))
+    step = functools.partial(optimizer.update, grads := {"w": jnp.ones(3)})
+    programs = [
+        str(jax.make_jaxpr(step)(optimizer.init(grads), grad_norm=norm))
+        for norm in (None, jnp.float32(2))
+    ]
+    assert ["reduce_sum" in x for x in programs] == [True, False]
 
 
 @pytest.mark.slow(but="resnet")
