@@ -88,7 +88,7 @@ def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
 
 # Why: docs/decisions/training.md#gradient-norm
 def _square(leaves: list[jax.Array]) -> jax.Array:
-    """Sum of squares, of rows of each leaf: an optimizer's are of whole leaves."""
+    """Sum of squares, the rows of each leaf first: XLA's CPUs add up one by one."""
     total = jnp.zeros(())
     for leaf in leaves:
         rows = jnp.split(leaf.ravel(), math.gcd(leaf.size, ROWS))
