@@ -16,7 +16,6 @@ SMALL = 2**13  # Bytes of a leaf whose square is not worth a kernel of its own.
 # Why: docs/decisions/cluster.md#buckets
 ROWS = 4
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
-HALF = jnp.float16, jnp.bfloat16  # Float16 ends at the square of 256.
 
 
 def mean_over(axis_name: str | None, tree: Any, dtype: str | None = None) -> Any:
@@ -73,8 +72,7 @@ def _psum(tree: Any, axis_name: str) -> Any:
 
 def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
     """Global norm of a tree, of which each device has all, or its own shares."""
-    wide = lambda x: x.astype(jnp.float32) if x.dtype in HALF else x  # noqa: E731
-    leaves = jax.tree.leaves(jax.tree.map(wide, tree), is_leaf=is_share)
+    leaves = jax.tree.leaves(jax.tree.map(_wide, tree), is_leaf=is_share)
     shares = [x for x in leaves if is_share(x)]
     arrays = [x for x in leaves if not is_share(x)]
     # As one vector: a sum for each takes a fifth of the step of a small MLP on a CPU.
@@ -84,6 +82,12 @@ def norm_over(axis_name: str | None, tree: Any) -> jax.Array:
     if shares:
         square += jax.lax.psum(_square([x.array for x in shares]), axis_name)
     return jnp.sqrt(square)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Casts half precision to float32: float16 ends at the square of 256."""
+    is_half = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if is_half else x
 
 
 # Why: docs/decisions/training.md#gradient-norm

@@ -48,30 +48,40 @@ SHARES = "has not one share on each device; give batches with devices.shard"
 SHORT, MANY = 0.0005, 32  # Seconds of a short step, of which so many may be in flight.
 
 
-class InFlight(deque[jax.Array]):
+@dataclasses.dataclass(eq=False)
+class Pace:
+    """How many steps of a program and a shape, in a row, were seen to be short."""
+
+    short: int = 0
+
+
+class InFlight(deque[tuple[jax.Array, Pace | None]]):
     """Tokens of the whole process's unfinished steps, the oldest first.
 
     Simulated devices share its threads, and of two programs at once each may hold those
     that the other's collective needs.
     """
 
-    last, short = 0.0, 0  # When a step was seen to end, and short ones in a row.
+    last = 0.0  # When a step was seen to end.
 
-    def make_room(self, devices: "DeviceManager") -> None:
-        """Waits until one more step may be in flight."""
+    def make_room(self, devices: "DeviceManager", pace: Pace | None) -> None:
+        """Waits until one more step may be in flight; only one with a pace is short."""
         most, is_cpu = devices.steps_in_flight, devices.platform == "cpu"
         # Those that ended while nobody looked are at most `most`, and no measure.
-        are_short = is_cpu and most > 1 and self.short > 2 * most
+        are_short = is_cpu and most > 1 and pace is not None and pace.short > 2 * most
         if len(self) < (MANY if are_short else most):
             return
         left = MANY // 2 if are_short else most - 1  # Each wait wakes a thread.
         ended = [self.popleft() for _ in range(len(self) - left)]
         with devices.ledger.timed("compute"), devices.processes.waiting():
-            for token in reversed(ended):
+            for token, _ in reversed(ended):
                 token.block_until_ready()
         now = time.perf_counter()
-        is_short = now - self.last < SHORT * len(ended)
-        self.short, self.last = is_short * (self.short + len(ended)), now
+        if pace is not None:
+            is_short = all(x is pace for _, x in ended)
+            is_short &= now - self.last < SHORT * len(ended)
+            pace.short = is_short * (pace.short + len(ended))
+        self.last = now
 
 
 IN_FLIGHT = InFlight()
@@ -141,6 +151,8 @@ class CompiledStep:
     local: bool = False  # Takes this process's part of arrays that span several.
     # Splits what it returns into results, and an array that is never donated.
     token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
+    has_pace: bool = True
+    paces: dict[Any, Pace] = dataclasses.field(default_factory=dict, compare=False)
     # Shapes and dtypes of batches that it was called with, on a GPU.
     seen: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
 
@@ -152,6 +164,7 @@ class CompiledStep:
     def __call__(self, *args: Any) -> Any:
         """Dispatches the step, once fewer than `steps_in_flight` are unfinished.
 
+        On one CPU these are `MANY`, if steps were seen to be short.
         `PlacementError` names a leaf that is on other devices or was donated before, or
         not from `shard`, or a tracer that the step leaks.
         """
@@ -163,18 +176,25 @@ class CompiledStep:
         check_placed(batch, devices, "the batch's ", sharded=True)
         try:
             with checks.leaks_named(), LOCK:
-                IN_FLIGHT.make_room(self.devices)
+                pace = self._pace(batch)
+                IN_FLIGHT.make_room(self.devices, pace)
                 with ledger.timed("dispatch"):
                     if self.local:
                         args = own_part((*self.devices.gather(trees), batch))
                     call = self._record if devices[0].platform == GPU else self.compiled
                     results, token = self.token(call(*args))
                 if not isinstance(token, jax.core.Tracer):  # Inside another program.
-                    IN_FLIGHT.append(token)
+                    IN_FLIGHT.append((token, pace))
                 return results
         except (ValueError, RuntimeError) as error:
             self._check_state(str(error), trees)
             raise
+
+    def _pace(self, batch: Any) -> Pace | None:
+        if not self.has_pace:
+            return None
+        shape = tuple(x.shape for x in jax.tree.leaves(batch)[:1])
+        return self.paces.setdefault(shape, Pace())
 
     def _check_state(self, error: str, trees: list[Any]) -> None:
         """Names the leaf of which JAX's error is, as a `PlacementError`."""
@@ -316,7 +336,8 @@ def compile_call(
         run = packing.around(run)
     shardings = out_shardings, devices.replicated
     compiled = jax.jit(run, donate_argnums=0, out_shardings=shardings)
-    return CompiledStep(devices, compiled, True, token=lambda x: (x, x[1].tables[0]))
+    token = lambda x: (x, x[1].tables[0])  # noqa: E731
+    return CompiledStep(devices, compiled, True, token=token, has_pace=most == 1)
 
 
 def _repeat(

@@ -210,10 +210,15 @@ def run_id(workdir: Path) -> str | None:  # Why: docs/decisions/storage.md#run-i
 def chosen(workdir: Path, name: str, otherwise: Any) -> Any:
     """Value that a run which has begun chose; None if there is no such run.
 
-    `otherwise` is that of runs whose run.json has none.
+    `otherwise` is that of runs whose run.json has none. `ConfigError`: it is of another
+    type.
     """
-    begun = has_checkpoints(workdir)
-    return read_json(workdir / RUN).get(name, otherwise) if begun else None
+    if not has_checkpoints(workdir):
+        return None
+    value = read_json(workdir / RUN).get(name, otherwise)
+    if type(value) is not type(otherwise):
+        raise ConfigError(f"{workdir / RUN} cannot be read: its {name} is {value!r}")
+    return value
 
 
 def left_out(workdir: Path, name: str = RUN, key: str = LEFT_OUT) -> list[int]:

@@ -94,6 +94,7 @@ def make_optimizer(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     shard_moments: bool = False,
+    norm_of: Callable[[Any], jax.Array] = optax.tree.norm,
     **kwargs: Any,
 ) -> Optimizer:
     """Builds an optimizer by name, with gradient clipping and decoupled weight decay.
@@ -105,6 +106,7 @@ def make_optimizer(
         mask; with `sgd`, `lars`, `adadelta`, `madgrad` and `cocob` L2 regularization,
         added to the gradient; with `lamb` within the trust ratio; with those that
         estimate their rate (`dog`, `dowg`, `dadapt_adamw`, `prodigy`) times that.
+      norm_of: the global norm of gradients, to clip by.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises `ConfigError` for another name, or a key that this optimizer does not take.
@@ -138,41 +140,28 @@ def make_optimizer(
         optimizer = optax.chain(optimizer, decay)
     if clip_norm is None:
         return optimizer
-    return clipped(clip_norm, optimizer)
+    return optax.chain(clip_by_norm(clip_norm, norm_of), optimizer)
 
 
-def clipped(max_norm: float, optimizer: Optimizer) -> Optimizer:
-    """Clips gradients by their global norm, `grad_norm` where the step computed it.
-
-    Otherwise as `optax.chain(optax.clip_by_global_norm(max_norm), optimizer)`.
-    """
+def clip_by_norm(
+    max_norm: float, norm_of: Callable[[Any], jax.Array] = optax.tree.norm
+) -> Optimizer:
+    """Clips gradients by their global norm, as `optax.clip_by_global_norm`."""
     # Why: docs/decisions/training.md#gradient-norm
-    optimizer = optax.with_extra_args_support(optimizer)
+    if norm_of is optax.tree.norm:
+        return optax.clip_by_global_norm(max_norm)
 
-    def init(params: optax.Params) -> optax.OptState:
-        return optax.EmptyState(), optimizer.init(params)
-
-    def update(
-        grads: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        grad_norm: Any = None,
-        **facts: Any,
-    ) -> tuple[Any, optax.OptState]:
-        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = norm_of(grads)
 
         def clip(x: jax.Array) -> jax.Array:
             return jax.lax.select(
                 norm < max_norm, x, x / norm.astype(x.dtype) * max_norm
             )
 
-        empty, inner = state
-        grads = jax.tree.map(clip, grads)
-        updates, inner = optimizer.update(grads, inner, params, **facts)
-        return updates, (empty, inner)
+        return jax.tree.map(clip, grads), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _unknown(key: str, name: str, parameters: Iterable[str]) -> ConfigError:

@@ -11,7 +11,6 @@ Shapes: B examples in one device's share of a batch.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -146,8 +145,6 @@ def make_update(recipe: Recipe) -> Update:
     def update(state: TrainState, results: Results) -> tuple[TrainState, Scalars]:
         grads, scalars, net_state = results
         change = functools.partial(recipe.optimizer.update, grads, state.opt_state)
-        if "grad_norm" in inspect.signature(change).parameters:  # Of one that clips.
-            change = functools.partial(change, grad_norm=scalars.get("grad_norm"))
         try:
             updates, opt_state = change(state.params, value=scalars["loss"])
         except TypeError as error:  # Many take no loss.

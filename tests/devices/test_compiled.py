@@ -17,7 +17,7 @@ from haiku_template.devices import (
     mean_over,
     transfer,
 )
-from haiku_template.devices.compiled import IN_FLIGHT, MANY, InFlight
+from haiku_template.devices.compiled import IN_FLIGHT, MANY, InFlight, Pace
 from haiku_template.devices.layout import Layout
 from haiku_template.errors import PlacementError
 
@@ -145,7 +145,7 @@ def test_no_more_steps_are_in_flight_than_the_devices_allow(devices):
     batch = devices.shard(EIGHT)
     for _ in range(2 * devices.steps_in_flight + 2):
         state = step(state, batch)  # Donated: what came out is gone at once.
-        unfinished = [token for token in IN_FLIGHT if not token.is_ready()]
+        unfinished = [token for token, _ in IN_FLIGHT if not token.is_ready()]
         assert len(unfinished) <= devices.steps_in_flight
     assert len(IN_FLIGHT) <= devices.steps_in_flight
 
@@ -162,42 +162,71 @@ class Token:
             self.clock[0] += self.seconds
 
 
-def in_flight(monkeypatch, manager, durations):
-    """Numbers of steps in flight, as each of these durations is dispatched."""
+def in_flight(monkeypatch, manager, steps):
+    """Numbers of such steps in flight, as each is dispatched: (seconds, pace)."""
     clock, queue, numbers = [100.0], InFlight(), []
     monkeypatch.setattr(compiled.time, "perf_counter", lambda: clock[0])
-    for seconds in durations:
-        queue.make_room(manager)
-        queue.append(Token(clock, seconds))
-        numbers.append(len(queue))
+    for seconds, pace in steps:
+        queue.make_room(manager, pace)
+        queue.append((Token(clock, seconds), pace))
+        numbers.append(sum(token.seconds == seconds for token, _ in queue))
     return numbers
 
 
 def test_many_short_steps_may_be_in_flight_and_few_long_ones(one_device, monkeypatch):
     """Else the devices wait while the host makes the batches of the next steps."""
-    numbers = in_flight(monkeypatch, one_device, [1e-4] * 200)
+    short = [(1e-4, Pace())] * 200
+    numbers = in_flight(monkeypatch, one_device, short)
     assert numbers[:4] == [1, 2, 3, 4] and set(numbers[3:11]) == {4}
     assert max(numbers) == MANY and min(numbers[-100:]) == MANY // 2 + 1
-    assert max(in_flight(monkeypatch, one_device, [0.01] * 200)) == 4
+    long = [(0.01, Pace())] * 200
+    assert max(in_flight(monkeypatch, one_device, long)) == 4
     # Once one of the short ones is seen to be long there are few again.
-    numbers = in_flight(monkeypatch, one_device, [1e-4] * 100 + [0.1] * 100)
-    assert max(numbers[100 + MANY :]) == 4
+    pace = Pace()
+    mixed = [(1e-4, pace)] * 100 + [(0.1, pace)] * 100
+    numbers = in_flight(monkeypatch, one_device, mixed)
+    assert max(numbers) == MANY and max(numbers[100 + MANY :]) == 4
+
+
+@pytest.mark.parametrize("pace", [Pace(), None], ids=["program", "several steps"])
+def test_after_short_steps_few_of_another_kind_are_in_flight(
+    pace, one_device, monkeypatch
+):
+    """As after evaluation batches, or those of a short bucket."""
+    short, long = (1e-5, Pace()), (0.2, pace)
+    numbers = in_flight(monkeypatch, one_device, [short] * 100 + [long] * 50)
+    assert max(numbers[:100]) == MANY and max(numbers[100:]) == 4
+    turns = ([short] * 6 + [long] * 2) * 20
+    numbers = in_flight(monkeypatch, one_device, turns)
+    assert max(x for x, step in zip(numbers, turns, strict=True) if step is long) <= 4
+
+
+def test_batches_of_another_shape_are_of_another_pace(one_device):
+    step = one_device.compile(lambda state, batch: state, donate_argnums=())
+    state = one_device.replicate(EIGHT)
+    for rows in (8, 16, 8):
+        step(state, one_device.shard(np.ones((rows, 2), np.float32)))
+    assert [*step.paces] == [((8, 2),), ((16, 2),)]
+    assert step._pace({}) is step._pace(()) is not step._pace(state)
 
 
 def test_steps_that_ended_unseen_are_not_taken_for_short_ones(one_device, monkeypatch):
     """A host that was away finds the last four done at once."""
-    durations = [0.1, 0, 0, 0] * 50
-    assert max(in_flight(monkeypatch, one_device, durations)) == 4
+    pace = Pace()
+    steps = [(x, pace) for x in (0.1, 0, 0, 0)] * 50
+    assert max(in_flight(monkeypatch, one_device, steps)) <= 4
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_few_steps_are_in_flight_elsewhere(platform, one_device, monkeypatch):
     monkeypatch.setattr(DeviceManager, "platform", platform)
-    assert max(in_flight(monkeypatch, one_device, [1e-5] * 100)) == 4
+    pace = Pace()
+    assert max(in_flight(monkeypatch, one_device, [(1e-5, pace)] * 100)) == 4
 
 
 def test_simulated_devices_have_one_step_in_flight(four_devices, monkeypatch):
-    assert max(in_flight(monkeypatch, four_devices, [1e-5] * 100)) == 1
+    pace = Pace()
+    assert max(in_flight(monkeypatch, four_devices, [(1e-5, pace)] * 100)) == 1
 
 
 OWN_LOOP = """

@@ -1,5 +1,6 @@
 """Runs whose states are packed between calls: the bits of runs that are not."""
 
+import json
 import logging
 import signal
 from collections import OrderedDict
@@ -13,7 +14,7 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, packing
-from haiku_template.errors import Interrupted, NonFiniteError
+from haiku_template.errors import ConfigError, Interrupted, NonFiniteError
 from haiku_template.models import mlp
 from haiku_template.params import leaves_by_path
 from haiku_template.runs import exhausted, train
@@ -229,6 +230,15 @@ def test_few_steps_do_not_pay(monkeypatch):
     trainer, several = made(steps_per_call=1), made(steps_per_call=5)
     assert trainer.with_packing(999) is trainer is not trainer.with_packing(1000)
     assert several.with_packing(4999) is several is not several.with_packing(5000)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, []])
+def test_a_damaged_choice_is_refused(value, tmp_path):
+    trainer, file = made(steps_per_call=1), tmp_path / "run.json"
+    train(trainer, num_steps=2, workdir=tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"packs": value}))
+    with pytest.raises(ConfigError, match=r"run.json cannot be read: its packs is"):
+        train(trainer, num_steps=4, workdir=tmp_path)
 
 
 CUSTOM = {

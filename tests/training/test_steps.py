@@ -1,7 +1,9 @@
 """Properties of one step, on one device and on four."""
 
+import dataclasses
 import functools
 import re
+import types
 from collections import Counter
 
 import haiku as hk
@@ -11,13 +13,14 @@ import numpy as np
 import optax
 import pytest
 
+from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
-from haiku_template.devices import check_replicas, norm_over
+from haiku_template.devices import DeviceManager, check_replicas, norm_over
 from haiku_template.errors import PlacementError
 from haiku_template.models import mlp, resnet
 from haiku_template.runs import train
-from haiku_template.training import Experiment, classification, regression
-from haiku_template.training.optimizers import clipped, make_optimizer, make_schedule
+from haiku_template.training import Experiment, classification, regression, step
+from haiku_template.training.optimizers import make_optimizer, make_schedule
 from haiku_template.training.state import Recipe, TrainState, split_seed
 from haiku_template.training.step import _accumulate
 from tests.runs import run_steps
@@ -95,25 +98,42 @@ def test_a_norm_by_rows_is_that_of_optax(dtype):
     assert norm_over(None, {}) == 0
 
 
-def test_an_optimizer_that_clips_takes_the_norm_that_is_reported(devices):
-    """Else each step computes two."""
-    given = []
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_clipping_by_the_norm_of_a_step_computes_it_once(num_devices):
+    """On one device; of arrays that may be sharded it takes that of optax."""
+    devices, sums = DeviceManager.create("cpu", num_devices=num_devices), []
+    for clip in (None, 1.0):
+        config = digits.get_config()
+        config.steps_per_call, config.optimizer.clip_norm = 1, clip
+        made = Experiment.from_config(config, devices).trainer(devices)
+        text = made.trace(made.feed.host_shapes()[0]).lower().compile().as_text()
+        sums.append(len(re.findall(r"= f32\[\]\S* (?:reduce|fusion)\(", text)))
+    assert (sums[1] - sums[0] < 3) == (num_devices == 1), sums
 
-    def update(grads, state, params=None, *, grad_norm=None, **facts):
-        given.append((grad_norm, sorted(facts)))
-        return jax.tree.map(lambda x: -x, grads), state
 
-    init = lambda params: optax.EmptyState()  # noqa: E731
-    optimizer = optax.GradientTransformationExtraArgs(init, update)
-    run_steps(trainer(devices, mlp(3, width=4), optimizer=optimizer), 1)
-    assert given and all(x is not None and facts == ["value"] for x, facts in given)
-    optimizer = clipped(0.5, optax.sgd(1.0))
-    step = functools.partial(optimizer.update, grads := {"w": jnp.ones(3)})
-    programs = [
-        str(jax.make_jaxpr(step)(optimizer.init(grads), grad_norm=norm))
-        for norm in (None, jnp.float32(2))
-    ]
-    assert ["reduce_sum" in x for x in programs] == [True, False]
+def test_what_changes_gradients_after_their_norm_is_clipped_all_the_same(one_device):
+    """As gradients of a module of one's own, made of those of the package."""
+
+    def louder(recipe):
+        gradients = step.make_gradients(recipe)
+
+        def run(*args):
+            grads, *others = gradients(*args)
+            return jax.tree.map(lambda x: 1000 * x, grads), *others
+
+        return run
+
+    names = step.__dict__ | {"make_gradients": louder}
+    config = digits.get_config()
+    config.optimizer.update({"name": "sgd", "momentum": 0.0, "clip_norm": 0.5})
+    config.optimizer.update({"schedule": "constant", "warmup_steps": 0})
+    config.optimizer.update({"learning_rate": 1.0, "weight_decay": 0.0})
+    experiment = Experiment.from_config(config, one_device)
+    made = dataclasses.replace(experiment, steps=types.SimpleNamespace(**names))
+    before = one_device.fetch((made := made.trainer(one_device)).init().params)
+    after = params_of(run_steps(made, 1)[0])
+    moved = optax.tree.norm(jax.tree.map(np.subtract, after, before))
+    assert float(moved) == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.slow(but="resnet")
