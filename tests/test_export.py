@@ -291,6 +291,19 @@ def test_a_program_that_draws_nothing_has_no_key(tmp_path, one_device):
     assert model(variables, inputs[:0]).shape == (0, 2)
 
 
+def test_a_key_that_changes_nothing_is_no_obstacle(tmp_path, one_device):
+    """Perceiver IO asks for one in evaluation, too, for a dropout of nothing."""
+
+    def model(inputs, is_training):
+        rate = 0.5 if is_training else 0.0
+        return hk.Linear(2)(hk.dropout(hk.next_rng_key(), rate, inputs))
+
+    pytest.importorskip("flatbuffers")
+    run, inputs = of_script(hk.transform(model), tmp_path / "run", one_device)
+    outputs = exported_of(run, tmp_path / "out").call(inputs)
+    np.testing.assert_allclose(outputs, run.predict(inputs), atol=1e-6)
+
+
 def test_outputs_of_a_users_class_are_exported_as_dictionaries(tmp_path, one_device):
     pytest.importorskip("flatbuffers")
     names = tuple(np.unique([3, 7]))  # Which JSON does not know.

@@ -336,6 +336,8 @@ def test_a_loss_of_one_s_own_predicts_names_of_classes(tmp_path, capsys):
         assert row["class"] == ["cat", "dog"][int(np.argmax(row["outputs"]))]
         assert "probability" not in row  # Its outputs need not be logits.
     assert "class" not in printed(data, tmp_path / "run", capsys)[0]
+    uncounted = data._replace(num_outputs=None)  # As of data without classes.
+    assert "class" not in printed(uncounted, tmp_path / "run", capsys)[0]
     both = np.stack([Y, 1 - Y], axis=1).astype(np.float32)
     several = from_split(Split(X, both, X[:16], both[:16]), BatchSpec(8, labels="any"))
     several = several._replace(class_names=("cat", "dog"))

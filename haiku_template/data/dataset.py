@@ -113,7 +113,7 @@ def class_numbers(data: Data) -> dict[str, int]:
     labels = like.get("labels") if isinstance(like, Mapping) else None
     if getattr(labels, "ndim", 0) != 1 or labels.dtype.kind not in "iu":
         return {}
-    names = data.class_names or range(data.num_outputs)
+    names = data.class_names or range(data.num_outputs or 0)
     return {str(name): i for i, name in enumerate(names)}
 
 

@@ -185,7 +185,7 @@ def class_scores(trainer: Trainer, outputs: Any) -> tuple[np.ndarray, Any]:
     labels, says nothing of its outputs.
     """
     data, example = trainer.experiment.data, trainer.feed.example
-    names = np.array(data.class_names or range(data.num_outputs))
+    names = np.array(data.class_names or range(data.num_outputs or 0))
     labels = example.get("labels") if isinstance(example, dict) else None
     has_classes = getattr(labels, "ndim", 0) == 1 and labels.dtype.kind in "iu"
     is_named = has_classes and bool(data.class_names)

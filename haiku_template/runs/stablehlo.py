@@ -74,6 +74,10 @@ def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
     inputs = inputs_of(batch, run.trainer.recipe.task.whole_batch)
     program = functools.partial(model, variables)
     _check_draws_nothing(program, inputs, run.trainer.recipe)
+    try:
+        jax.eval_shape(program, inputs)
+    except ValueError:  # Haiku's: the model asks for a key that changes nothing.
+        return lambda inputs: model(variables, inputs, jax.random.key(0)), inputs
     return program, inputs
 
 

@@ -15,7 +15,7 @@ import optax
 from haiku_template.devices import canonical_shapes
 from haiku_template.errors import ConfigError, near, some
 from haiku_template.params import flatten
-from haiku_template.registry import resolve
+from haiku_template.registry import check_keys, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ Schedule = Callable[[Any], Any]
 Optimizer = optax.GradientTransformation
 NOT_DECAYED = ("b", "offset", "scale")  # Why: docs/decisions/training.md#weight-decay
 OF_SCHEDULE = ("learning_rate", "warmup_steps", "final_fraction")
+GIVEN = dict.fromkeys((*OF_SCHEDULE, "num_steps"))  # To a schedule of a user's.
 # Keys of `config.optimizer` beside an optimizer's own.
 KEYS = ("schedule", "warmup_steps", "final_fraction", "weight_decay", "clip_norm")
 KEYS += ("shard_moments",)
@@ -52,6 +53,7 @@ def make_schedule(
         logger.warning("%s, and is cut to %s", fault, warmup_steps)
     make = resolve("optimizer.schedule", name, SCHEDULES)
     if name not in SCHEDULES:
+        check_keys("optimizer.schedule", name, make, GIVEN)
         return make(
             learning_rate=learning_rate,
             num_steps=num_steps,

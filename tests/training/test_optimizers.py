@@ -119,6 +119,10 @@ def test_clipping_bounds_the_global_norm():
             lambda: make_schedule("step", learning_rate=1, num_steps=2),
             "'step'.*cosine, linear, constant",
         ),
+        (
+            lambda: make_schedule(f"{__name__}:short", learning_rate=1, num_steps=2),
+            "optimizer.schedule: .*:short (got|missing).*; it takes rate$",
+        ),
     ],
 )
 def test_unknown_names_and_keys_say_what_is_possible(call, words):
@@ -147,6 +151,10 @@ def test_warm_up_stable_decay_is_constant_until_the_last_fifth():
     schedule = make_schedule("wsd", final_fraction=0.1, **options)
     got = values(schedule, [0, 5, 10, 90, 100, 110])
     assert got == pytest.approx([0, 1, 2, 2, 1.1, 0.2], abs=1e-6)
+
+
+def short(rate):
+    return optax.constant_schedule(rate)
 
 
 def own_schedule(learning_rate, num_steps, **_):
