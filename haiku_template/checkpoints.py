@@ -23,7 +23,7 @@ from absl import flags
 from haiku_template import cli
 from haiku_template.errors import ConfigError, StorageError
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 flags.DEFINE_string("workdir", None, "The directory of the run.", required=True)
 flags.DEFINE_bool("repair", False, "Rename those that are damaged.")
 

@@ -57,8 +57,46 @@ HOME = re.compile(
 TUPLE = r"(?:(?<=\.model\.remat=)|(?<=\.data\.classes=))\(.*\)"
 LITERAL = re.compile(rf"--?config\.([\w.]+)=(None|{TUPLE})")
 NONE = re.compile(r"(?<=\0)(--?config\.[\w.]+)\0None(?=\0|$)")  # In two words.
+NAMED = (
+    "; a module that a config names, as in config.model.name='MODULE:FUNCTION', is "
+    "imported after the flags, and may define them"
+)
 KEYS = "; keys of a sweep are words without dashes, such as seed=0,1"
-FLAGS = flags.FLAGS
+
+
+class Flags:
+    """absl's flags; those of the command stay what its line said.
+
+    Code of others, imported for a run, may define flags of the same names, and gets the
+    value of one that was on the line.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+
+    def hold(self) -> None:
+        """Keeps the flags that are parsed, beside others of their names to come."""
+        for name in flags.FLAGS:
+            if not flags.FLAGS.find_module_defining_flag(name).startswith("absl."):
+                self.held[name] = flags.FLAGS[name]
+                self.held[name].allow_override = True
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held[name] if name in self.held else flags.FLAGS[name]
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.held.get(name)
+        return getattr(flags.FLAGS, name) if held is None else held.value
+
+    def __contains__(self, name: str) -> bool:
+        return name in flags.FLAGS
+
+    def __call__(self, argv: list[str]) -> list[str]:
+        """Parses the words of a command; returns those that are no flags."""
+        return flags.FLAGS(argv)
+
+
+FLAGS = Flags()
 # What a path that was asked for may be, beside absent: Python raises where it looks.
 UNSEEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 OWN = tuple(str(Path(__file__).parents[1] / f"haiku_{x}") for x in ("template", "text"))
@@ -286,6 +324,7 @@ def run(main: Callable[..., None], arguments: bool = False) -> None:
             signals.watch()  # From here on the main thread may be in C for long.
         # JAX reports each backend that it tries at this level, Orbax each save.
         logging.set_verbosity(logging.WARNING)
+        FLAGS.hold()
         try:
             main(*[argv[1:]] * arguments)
         except SystemExit as error:
@@ -407,9 +446,10 @@ def _of_flags(error: Exception, argv: list[str], has_arguments: bool) -> Excepti
     sentence = _sentence(error, argv)
     name = getattr(error, "flagname", "")
     is_key = name in config.default_config() or "flag --config." in str(error)
-    return _of_a_user(error) or ConfigError(
-        sentence + KEYS * (has_arguments and "config" in FLAGS and is_key)
-    )
+    sentence += KEYS * (has_arguments and "config" in FLAGS and is_key)
+    if isinstance(error, flags.DuplicateFlagError):
+        sentence = sentence.partition(" Description from ")[0] + NAMED
+    return _of_a_user(error) or ConfigError(sentence)
 
 
 def _at_home(match: re.Match) -> str:

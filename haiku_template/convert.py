@@ -31,7 +31,7 @@ def main() -> None:
     """Converts the file and says what it took and what it left out."""
     from haiku_template.pretrained import convert
 
-    values = flags.FLAGS
+    values = cli.FLAGS
     facts = convert(values.input, values.output, values.key, values.unreplicate)
     where = f"{facts['taken']} of " if facts["taken"] else ""
     print(

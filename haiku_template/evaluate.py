@@ -27,7 +27,7 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Restores the checkpoint, evaluates it and prints the metrics."""
-    run, dataset, name = cli.open_run(), None, flags.FLAGS.inputs
+    run, dataset, name = cli.open_run(), None, cli.FLAGS.inputs
     from haiku_template.runs import predictions
 
     if name is not None:

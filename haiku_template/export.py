@@ -53,7 +53,7 @@ flags.adopt_module_key_flags(cli)
 
 def main() -> None:
     """Restores the checkpoint and writes it."""
-    values = flags.FLAGS
+    values = cli.FLAGS
     formats = {"names": ("npz",), "batch_size": ("stablehlo", "onnx")}
     options = {k: values[k].value for k in formats if values[k].value is not None}
     for name in options:

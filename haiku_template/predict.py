@@ -24,7 +24,7 @@ from absl import flags
 from haiku_template import cli
 from haiku_template.errors import counted
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 flags.DEFINE_string("output", None, "The new file to write, .npz or .jsonl.")
 flags.DEFINE_string(
     "inputs",

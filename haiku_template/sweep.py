@@ -42,7 +42,7 @@ from haiku_template.errors import (
     memory_full,
 )
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 cli.define_config()
 flags.DEFINE_string("workdir", None, "Folder of the runs, a workdir for each.")
 flags.DEFINE_integer("parallel", 1, "Processes that train at a time.", lower_bound=1)

@@ -26,7 +26,7 @@ from absl import flags
 from haiku_template import cli, config, registry
 from haiku_template.errors import ConfigError
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 cli.define_config()
 flags.DEFINE_string("workdir", None, "Directory of the run, new or resumed.")
 flags.DEFINE_bool(

@@ -21,7 +21,7 @@ from absl import flags
 from haiku_template import cli, config, registry
 from haiku_template.errors import ConfigError
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 cli.define_config()
 flags.DEFINE_string(
     "against",

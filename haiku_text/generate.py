@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DASHES = "-" * 16
 TOKENIZERS = "give --tokenizer=bytes, or --tokenizer=PATH of a tokenizer.json"
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 flags.DEFINE_string("prompt", "\n", "The text to continue.")
 flags.DEFINE_string("prompt_file", None, "A prompt a line, continued side by side.")
 flags.DEFINE_integer("num_tokens", 200, "Tokens to write for a prompt.")

@@ -20,7 +20,7 @@ from haiku_text.data.tokenizer import BYTES, FILE, Tokenizer, batches, learn_tok
 REPORT_SECONDS = 10  # Between lines where there is no terminal.
 BINARY_BYTES = 8192  # Searched for a zero byte, which text has not.
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 flags.DEFINE_string("input", None, "A text file, or a folder of them.")
 flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
 flags.DEFINE_string("output", None, "The .safetensors file to write.")

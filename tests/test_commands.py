@@ -676,3 +676,47 @@ def test_the_package_lists_its_commands_without_importing_jax():
         *("runs", "sweep", "train", "verify"),
     ]
     assert "jax" not in begun.stderr
+
+
+WITH_FLAGS = """
+import haiku as hk
+import jax
+from absl import flags
+
+NAMES = "workdir output format mode batch_size checkpoint device inputs repair dry_run"
+for name in NAMES.split():
+    flags.DEFINE_integer(name, 32, "Of code that others published.")
+
+
+def net(num_outputs, axis_name=None, **keys):
+    def forward(inputs, is_training):
+        assert flags.FLAGS.checkpoint == flags.FLAGS.mode == 32
+        return hk.Linear(num_outputs)(hk.Flatten()(inputs))
+
+    return hk.transform_with_state(forward)
+"""
+
+
+def test_a_model_whose_module_defines_flags_of_the_commands_names(tmp_path):
+    """Published code often has its model and its flags in one file."""
+    (tmp_path / "published.py").write_text(WITH_FLAGS)
+    path = os.pathsep.join([UNDRAWN, str(ROOT)])
+    run = functools.partial(run_command, cwd=tmp_path, PYTHONPATH=path)
+    flags = "--config=configs/digits.py", "--config.model.name=published:net"
+    flags += "--config.num_steps=3", "--device=cpu", "--workdir=run"
+    assert (done := run("train", *flags)).returncode == 0, done.stderr
+    for name, *words in (
+        ("evaluate",),
+        ("predict", "--output=a.npz"),
+        ("export", "--format=stablehlo", "--output=exported", "--batch_size=4"),
+        ("export", "--format=npz", "--output=a/b.npz"),
+    ):
+        done = run(name, "--workdir=run", *words)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.npz").exists() and (tmp_path / "a/b.npz").exists()
+    signature = json.loads((tmp_path / "exported/forward.json").read_text())
+    assert signature["inputs"][""]["shape"] == [4, 8, 8, 1]
+    text = "import published\nfrom configs.digits import get_config"
+    (tmp_path / "early.py").write_text(text)
+    done = run("train", "--config=early.py", "--workdir=b")
+    assert_refused(done, 64, "'workdir' is defined twice", "config.model.name=")

@@ -13,7 +13,7 @@ from absl import flags
 from haiku_template import cli
 from haiku_template.errors import ConfigError
 
-FLAGS = flags.FLAGS
+FLAGS = cli.FLAGS
 flags.DEFINE_string("metric", None, "To compare by; by default each run's best_metric.")
 flags.DEFINE_enum("mode", None, ["min", "max"], "Of --metric, which value is best.")
 flags.DEFINE_bool("csv", False, "Print comma-separated values, and draw nothing.")
