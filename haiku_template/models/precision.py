@@ -5,7 +5,7 @@ compute in float32. `float16` scales the loss.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -25,6 +25,11 @@ POLICIES = {
 }
 NORMS = (hk.BatchNorm, hk.LayerNorm, hk.GroupNorm, hk.InstanceNorm, hk.RMSNorm)
 INITIAL_LOSS_SCALE = 2.0**15
+NAMED = (
+    "config.precision: parameters and inputs are cast to {}; network state is float32, "
+    "and so is what a module makes of it, such as VectorQuantizerEMA: cast that in the "
+    "model, or leave config.precision out"
+)
 
 
 class Precision(NamedTuple):
@@ -79,6 +84,17 @@ class Precision(NamedTuple):
         """Casts outputs to float32; lazy ones stay: their product is float32."""
         cast = lambda x: x if is_lazy(x) else self.policy.cast_to_output(x)  # noqa: E731
         return ordered(jax.tree.map(cast, outputs, is_leaf=is_lazy), outputs)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Context whose error of mixed dtypes says which ones are of the precision."""
+        try:
+            yield
+        except TypeError as error:
+            name = jnp.dtype(self.policy.compute_dtype).name
+            if name != "float32" and "dtype" in str(error):
+                error.add_note(NAMED.format(name))
+            raise
 
     def norms_in_float32(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which normalization layers compute in float32."""

@@ -66,7 +66,7 @@ def forward(
     if recipe.model is not None:
         inputs = recipe.preprocess(inputs_of(batch, recipe.task.whole_batch))
         inputs = precision.cast_inputs(inputs)
-        with precision.norms_in_float32():
+        with precision.norms_in_float32(), precision.named():
             outputs, net_state = recipe.model.apply(
                 params, net_state, rngs[0], inputs, is_training
             )

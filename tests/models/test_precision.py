@@ -158,3 +158,29 @@ def test_evaluation_in_half_precision_follows_float32(one_device, precision):
     assert results[1]["eval/accuracy"] == pytest.approx(
         results[0]["eval/accuracy"], abs=0.1
     )
+
+
+def quantized(inputs, is_training):
+    """Like the codebook of a VQ-VAE: float32 state is what a convolution gets."""
+    inputs = hk.nets.VectorQuantizerEMA(4, 8, 0.25, 0.99)(
+        hk.Conv2D(4, 3)(inputs), is_training
+    )["quantize"]
+    return hk.Linear(3)(hk.Flatten()(hk.Conv2D(4, 3)(inputs)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_an_error_of_mixed_dtypes_names_the_precision(precision, one_device):
+    images = np.ones((8, 4, 4, 1), np.float32)
+    trainer = Experiment(
+        model=hk.transform_with_state(quantized),
+        task=classification,
+        optimizer=optax.sgd(0.1),
+        data=Data(ArrayDataset(images, np.zeros(8, np.int32), BatchSpec(8)), None, 3),
+        precision=precision,
+    ).trainer
+    if precision == "float32":
+        run_steps(trainer(one_device))
+        return
+    with pytest.raises(TypeError, match="same dtypes") as caught:
+        run_steps(trainer(one_device))
+    assert f"are cast to {precision}; network state is" in caught.value.__notes__[0]
