@@ -259,7 +259,10 @@ class Checkpoints:
         count = min(saves, stop - start, max(1, self._keep_last + 1 - len(self.steps)))
         leaves = flatten(state)
         if empty := [path for path, leaf in leaves.items() if not leaf.size]:
-            raise ConfigError(f"Orbax saves no array without elements: {some(empty)}")
+            raise ConfigError(
+                f"Orbax saves no array without elements: {some(empty)}; have the model "
+                "make them only where their size is above 0"
+            )
         size = sum(leaf.nbytes for leaf in leaves.values())
         free = shutil.disk_usage(self.directory).free
         if self._is_first and count * size > free:
