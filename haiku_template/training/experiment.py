@@ -20,7 +20,7 @@ from haiku_template.config import (
     to_dict,
 )
 from haiku_template.data import DATASETS, BatchSpec, Data, by_name, described
-from haiku_template.devices import DeviceManager, norm_over
+from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError, some
 from haiku_template.models import MODELS, Family, Model, check_vocabulary
 from haiku_template.models.forms import FORMS, in_form, own_keys
@@ -139,12 +139,7 @@ class Experiment:
             compat.install()
         task = make_task(config)
         values = default_config().optimizer.to_dict() | keys_of(config.optimizer)
-        # On one device the step's own: the same operations, and so computed once.
-        norm_of = functools.partial(norm_over, None)
-        norm_of = norm_of if devices.num_devices == 1 else optax.tree.norm
-        optimizer, schedule = make_optimization(
-            config.num_steps, norm_of=norm_of, **values
-        )
+        optimizer, schedule = make_optimization(config.num_steps, **values)
         function = resolve("model", config.model.name, MODELS)
         family = getattr(function, "family", None)
         finetuning, source = tuning.Finetuning(), None

@@ -96,7 +96,6 @@ def make_optimizer(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     shard_moments: bool = False,
-    norm_of: Callable[[Any], jax.Array] = optax.tree.norm,
     **kwargs: Any,
 ) -> Optimizer:
     """Builds an optimizer by name, with gradient clipping and decoupled weight decay.
@@ -108,7 +107,6 @@ def make_optimizer(
         mask; with `sgd`, `lars`, `adadelta`, `madgrad` and `cocob` L2 regularization,
         added to the gradient; with `lamb` within the trust ratio; with those that
         estimate their rate (`dog`, `dowg`, `dadapt_adamw`, `prodigy`) times that.
-      norm_of: the global norm of gradients, to clip by.
       **kwargs: the optimizer's own, such as `b1`; None means its default.
 
     Raises `ConfigError` for another name, or a key that this optimizer does not take.
@@ -142,28 +140,7 @@ def make_optimizer(
         optimizer = optax.chain(optimizer, decay)
     if clip_norm is None:
         return optimizer
-    return optax.chain(clip_by_norm(clip_norm, norm_of), optimizer)
-
-
-def clip_by_norm(
-    max_norm: float, norm_of: Callable[[Any], jax.Array] = optax.tree.norm
-) -> Optimizer:
-    """Clips gradients by their global norm, as `optax.clip_by_global_norm`."""
-    # Why: docs/decisions/training.md#gradient-norm
-    if norm_of is optax.tree.norm:
-        return optax.clip_by_global_norm(max_norm)
-
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        norm = norm_of(grads)
-
-        def clip(x: jax.Array) -> jax.Array:
-            return jax.lax.select(
-                norm < max_norm, x, x / norm.astype(x.dtype) * max_norm
-            )
-
-        return jax.tree.map(clip, grads), state
-
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
 
 def _unknown(key: str, name: str, parameters: Iterable[str]) -> ConfigError:
