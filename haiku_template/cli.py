@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,13 @@ class Flags:
     """
 
     def __init__(self) -> None:
-        self.held: dict[str, Any] = {}
+        self.__dict__["held"] = {}
 
     def hold(self) -> None:
         """Keeps the flags that are parsed, beside others of their names to come."""
         for name in flags.FLAGS:
-            if not flags.FLAGS.find_module_defining_flag(name).startswith("absl."):
+            module = flags.FLAGS.find_module_defining_flag(name) or ""
+            if not module.startswith("absl."):
                 self.held[name] = flags.FLAGS[name]
                 self.held[name].allow_override = True
 
@@ -88,8 +89,20 @@ class Flags:
         held = self.held.get(name)
         return getattr(flags.FLAGS, name) if held is None else held.value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.held:
+            self.held[name].value = value
+        else:
+            setattr(flags.FLAGS, name, value)
+
     def __contains__(self, name: str) -> bool:
         return name in flags.FLAGS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(flags.FLAGS)
+
+    def __len__(self) -> int:
+        return len(flags.FLAGS)
 
     def __call__(self, argv: list[str]) -> list[str]:
         """Parses the words of a command; returns those that are no flags."""

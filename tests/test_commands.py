@@ -720,3 +720,23 @@ def test_a_model_whose_module_defines_flags_of_the_commands_names(tmp_path):
     (tmp_path / "early.py").write_text(text)
     done = run("train", "--config=early.py", "--workdir=b")
     assert_refused(done, 64, "'workdir' is defined twice", "config.model.name=")
+
+
+def test_flags_of_a_script_may_be_set_and_appended():
+    code = """
+from absl import flags
+from haiku_template import cli
+other = flags.FlagValues()
+flags.DEFINE_integer("mine", 1, "Of a script.", flag_values=other)
+flags.FLAGS.append_flag_values(other)
+def main():
+    cli.FLAGS.simulate_devices = 2
+    assert {"mine", "device"} < {*cli.FLAGS} and len(cli.FLAGS) > 20
+    print(flags.FLAGS.mine, flags.FLAGS.simulate_devices)
+    print(cli.device_manager().describe())
+cli.run(main)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("1 2\n2 x cpu"), done.stdout + done.stderr

@@ -152,7 +152,9 @@ class CompiledStep:
     # Splits what it returns into results, and an array that is never donated.
     token: Callable[[Any], tuple[Any, jax.Array]] = lambda results: results
     has_pace: bool = True
-    paces: dict[Any, Pace] = dataclasses.field(default_factory=dict, compare=False)
+    paces: dict[Any, Pace] = dataclasses.field(
+        default_factory=dict, init=False, compare=False
+    )
     # Shapes and dtypes of batches that it was called with, on a GPU.
     seen: set[Any] = dataclasses.field(default_factory=set, init=False, compare=False)
 
@@ -193,7 +195,7 @@ class CompiledStep:
     def _pace(self, batch: Any) -> Pace | None:
         if not self.has_pace:
             return None
-        shape = tuple(x.shape for x in jax.tree.leaves(batch)[:1])
+        shape = tuple(x.shape for x in jax.tree.leaves(batch))
         return self.paces.setdefault(shape, Pace())
 
     def _check_state(self, error: str, trees: list[Any]) -> None:

@@ -92,7 +92,7 @@ class Precision(NamedTuple):
             yield
         except TypeError as error:
             name = jnp.dtype(self.policy.compute_dtype).name
-            if name != "float32" and "dtype" in str(error):
+            if name != "float32" and "same dtypes" in str(error):
                 error.add_note(NAMED.format(name))
             raise
 
