@@ -96,7 +96,7 @@ class Flags:
             setattr(flags.FLAGS, name, value)
 
     def __contains__(self, name: str) -> bool:
-        return name in flags.FLAGS
+        return name in (self.held or flags.FLAGS)
 
     def __iter__(self) -> Iterator[str]:
         return iter(flags.FLAGS)

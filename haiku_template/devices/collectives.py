@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 from haiku_template.devices.shares import is_share
 
 SMALL = 2**13  # Bytes of a leaf whose square is not worth a kernel of its own.
+ROWS = 4  # Of a leaf whose squares are added up as vectors first.
 # Why: docs/decisions/cluster.md#buckets
-ROWS = 4
 BUCKETED = 2**16  # Bytes of a leaf that travels with others.
 
 
