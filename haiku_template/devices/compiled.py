@@ -25,6 +25,7 @@ from haiku_template.devices.layout import (
     sharding_on,
 )
 from haiku_template.devices.packing import Packing
+from haiku_template.devices.programs import Program
 from haiku_template.devices.shares import on_shares
 from haiku_template.devices.transfer import own_part
 from haiku_template.errors import PlacementError
@@ -298,7 +299,9 @@ def compile_step(
 
     if out_shardings is not None or devices.axis_name is not None:
         out_shardings = out_shardings or devices.replicated, devices.replicated
-    compiled = jax.jit(run, donate_argnums=donate_argnums, out_shardings=out_shardings)
+    compiled = _program(
+        devices, run, donate_argnums=donate_argnums, out_shardings=out_shardings
+    )
     return CompiledStep(devices, compiled, 0 in np.atleast_1d(donate_argnums))
 
 
@@ -337,7 +340,7 @@ def compile_call(
         out_shardings = packing.with_vector(out_shardings, devices.replicated)
         run = packing.around(run)
     shardings = out_shardings, devices.replicated
-    compiled = jax.jit(run, donate_argnums=0, out_shardings=shardings)
+    compiled = _program(devices, run, donate_argnums=0, out_shardings=shardings)
     token = lambda x: (x, x[1].tables[0])  # noqa: E731
     return CompiledStep(devices, compiled, True, token=token, has_pace=most == 1)
 
@@ -395,6 +398,11 @@ def compile_per_example(
     shardings = sharded, sharding_on(devices.devices)
     compiled = jax.jit(run, out_shardings=shardings if devices.axis_name else None)
     return CompiledStep(devices, compiled, False, local=devices.processes.count > 1)
+
+
+def _program(devices: "DeviceManager", run: Callable[..., Any], **options: Any) -> Any:
+    is_one_cpu = devices.platform == "cpu" and len(devices.everyone) == 1
+    return (Program if is_one_cpu else jax.jit)(run, **options)
 
 
 def _token() -> jax.Array:

@@ -5,7 +5,6 @@ finds these programs compiled.
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from haiku.data_structures import tree_bytes
-from jax.extend.core import jaxprs_in_params
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +19,7 @@ from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import describe
 from haiku_template.devices.layout import device_bytes
+from haiku_template.devices.programs import operations
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
@@ -44,8 +43,6 @@ MARGIN = 0.1  # Of temporaries: a card chooses kernels by timing, and versions d
 STEPS_PER_CALL = 50  # Of steps that take about a millisecond, or less.
 FEW_OPERATIONS = {"cpu": 2e8, "gpu": 1e10}  # Floating-point, of a step.
 CALL_BYTES = 2**24  # Of the batches of a call.
-# In names of primitives whose work is not seen in a jaxpr; and convolutions.
-UNCOUNTED = ("conv_", "ragged_dot", "window", "fft", "attention", "pallas", "ffi_call")
 LARGE = 2**20  # Bytes of an array that is closed over, to be warned of.
 # Fields of a budget: those of the state; all that stays from step to step; and the rows
 # of its table.
@@ -442,7 +439,7 @@ def choose_steps_per_call(
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):
         return trainer
-    count = _operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
+    count = operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     if count > most or tree_bytes(several.feed.host_shapes()[0]) > CALL_BYTES:
@@ -450,19 +447,3 @@ def choose_steps_per_call(
     limit = devices.memory_limit() if limit is None else limit
     fits = limit is None or memory_budget(several, limit).peak <= limit
     return several if fits else trainer
-
-
-def _operations(jaxpr: Any) -> float:  # Why: docs/decisions/training.md#calls
-    """Floating-point operations of a program, about; infinite if not all are seen."""
-    count = 0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if any(part in name for part in UNCOUNTED):
-            return math.inf
-        inner = sum(map(_operations, jaxprs_in_params(equation.params)))
-        size = sum(getattr(x.aval, "size", 0) for x in equation.outvars)
-        if name == "dot_general":
-            (axes, _), _ = equation.params["dimension_numbers"]
-            size *= 2 * math.prod(equation.invars[0].aval.shape[i] for i in axes)
-        count += max(inner * equation.params.get("length", 1), size)  # Scans' length.
-    return count

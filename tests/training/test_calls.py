@@ -25,6 +25,7 @@ from haiku_template.data import (
     bucketed,
 )
 from haiku_template.devices.processes import Processes
+from haiku_template.devices.programs import operations
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import (
     ConfigError,
@@ -35,7 +36,6 @@ from haiku_template.errors import (
 from haiku_template.models import mlp, resnet
 from haiku_template.preflight.budget import (
     STEPS_PER_CALL,
-    _operations,
     choose_steps_per_call,
     memory_budget,
 )
@@ -244,7 +244,7 @@ def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):
     assert "on each device, 50 steps a call; " in capsys.readouterr().out
     train(trainer, num_steps=70, workdir=tmp_path)  # The same choice, made once.
     assert "step     70/70" in capsys.readouterr().out
-    assert trainer.with_steps_per_call(50)._call.compiled._cache_size() == 1
+    assert trainer.with_steps_per_call(50)._call.compiled.any_order._cache_size() == 1
     train(trainer, num_steps=75, workdir=tmp_path, hooks=[lambda event: None])
     assert "steps a call" not in capsys.readouterr().out  # Each is one.
 
@@ -299,7 +299,7 @@ def test_operations_are_about_those_that_xla_counts(one_device, accumulate_steps
         accumulate_steps=accumulate_steps,
     )
     trace = trainer.trace(trainer.feed.host_shapes()[0])
-    count = _operations(trace.jaxpr.jaxpr)
+    count = operations(trace.jaxpr.jaxpr)
     whole = changed(trainer, accumulate_steps=1)
     lowered = whole.trace(whole.feed.host_shapes()[0]).lower()
     assert count == pytest.approx(lowered.cost_analysis()["flops"], rel=0.3)
@@ -323,7 +323,7 @@ UNSEEN = {
 @pytest.mark.parametrize("name", UNSEEN)
 def test_operations_that_a_jaxpr_does_not_show_are_never_few(name):
     jaxpr = jax.make_jaxpr(jax.jit(lambda x: UNSEEN[name](x).real.sum()))(VECTORS)
-    assert _operations(jaxpr.jaxpr) == math.inf
+    assert operations(jaxpr.jaxpr) == math.inf
 
 
 def test_a_reduction_with_a_function_of_its_own_counts_as_its_results():
@@ -331,7 +331,7 @@ def test_a_reduction_with_a_function_of_its_own_counts_as_its_results():
         return jax.lax.reduce(x, np.float32(0), lambda a, b: jnp.abs(a) + b, (1,))
 
     assert (
-        _operations(jax.make_jaxpr(largest)(np.ones((512, 2), np.float32)).jaxpr) >= 512
+        operations(jax.make_jaxpr(largest)(np.ones((512, 2), np.float32)).jaxpr) >= 512
     )
 
 
