@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +72,12 @@ def users_module(key: str, name: str, *functions: str) -> ModuleType:
 
 def _import(module: str, setting: str) -> ModuleType:
     refusal = f"{setting} cannot be imported from here"
+    if (file := PurePath(module)).suffix == ".py":
+        parts = file.with_suffix("").parts
+        name = f", {'.'.join(parts)!r}" if all(map(str.isidentifier, parts)) else ""
+        raise ConfigError(
+            f"{refusal}: {module!r} is a file; give its module's name{name}"
+        )
     if not all(identifier.isidentifier() for identifier in module.split(".")):
         raise ConfigError(f"{refusal}: {module!r} is no name of a module")
     IMPORTING.append(module)
