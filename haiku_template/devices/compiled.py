@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from haiku_template.devices import checks, transfer
+from haiku_template.devices import checks, convolutions, transfer
 from haiku_template.devices.checks import DELETED, describe, is_concrete, shaped
 from haiku_template.devices.layout import (
     AXIS_NAME,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MISPLACED = ("Disallowed", "ncompatible devices", "match the sharding")
 # And for one that was donated, or is donated twice.
 GONE = ("been deleted", "donate the same buffer")
+convolutions.install()
 LOCK = threading.RLock()
 GPU = "gpu"  # Records a graph of kernels in a first call.
 ROW_BYTES = 256  # Of the scalars of a step, in a call of several (jax issue 40101).

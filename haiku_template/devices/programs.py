@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
-# In names of primitives whose work is not seen in a jaxpr; and convolutions.
-UNCOUNTED = ("conv_", "ragged_dot", "window", "fft", "attention", "pallas", "ffi_call")
+# In names of primitives whose work is not seen in a jaxpr.
+UNCOUNTED = ("ragged_dot", "window", "fft", "attention", "pallas", "ffi_call")
 FEW = 1.6e7  # Floating-point operations of a step that one thread makes sooner.
+CONVOLUTION = 8  # Times what a product's operation takes, of small ones on CPUs.
 IN_ORDER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
@@ -40,17 +41,25 @@ class Program:
         return self._chosen
 
 
-def operations(jaxpr: Any) -> float:  # Why: docs/decisions/training.md#calls
-    """Floating-point operations of a program, about; infinite if not all are seen."""
+def operations(jaxpr: Any, convolution: float = CONVOLUTION) -> float:
+    """Floating-point operations of a program, about; infinite if not all are seen.
+
+    Those of a convolution count so often each. Why: docs/decisions/training.md#calls
+    """
     count = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if any(part in name for part in UNCOUNTED):
             return math.inf
-        inner = sum(map(operations, jaxprs_in_params(equation.params)))
+        jaxprs = jaxprs_in_params(equation.params)
+        inner = sum(operations(jaxpr, convolution) for jaxpr in jaxprs)
         size = sum(getattr(x.aval, "size", 0) for x in equation.outvars)
         if name == "dot_general":
             (axes, _), _ = equation.params["dimension_numbers"]
             size *= 2 * math.prod(equation.invars[0].aval.shape[i] for i in axes)
+        if name == "conv_general_dilated":
+            kernel = equation.invars[1].aval
+            outputs, *_ = equation.params["dimension_numbers"].rhs_spec
+            size *= 2 * kernel.size // kernel.shape[outputs] * convolution
         count += max(inner * equation.params.get("length", 1), size)  # Scans' length.
     return count

@@ -5,6 +5,7 @@ finds these programs compiled.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import describe
 from haiku_template.devices.layout import device_bytes
-from haiku_template.devices.programs import operations
+from haiku_template.devices.programs import CONVOLUTION, operations
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path
@@ -428,8 +429,8 @@ def choose_steps_per_call(
 ) -> Trainer:
     """Has several steps in one call where `steps_per_call=None` and steps are short.
 
-    That is: few operations, no convolution, data in memory, and a call's batches fit
-    the device. A run in `workdir` that has begun keeps its own.
+    That is: few operations, on GPUs no convolution, data in memory, and a call's
+    batches fit the device. A run in `workdir` that has begun keeps its own.
     """
     experiment, devices = trainer.experiment, trainer.devices
     if experiment.steps_per_call is not None or experiment.exact_elastic is not None:
@@ -439,7 +440,9 @@ def choose_steps_per_call(
     shapes = trainer.feed.host_shapes()
     if len(shapes) > 1 or why_not_staged(experiment.data.train):
         return trainer
-    count = operations(trainer.trace(shapes[0]).jaxpr.jaxpr)
+    is_cpu = devices.platform == "cpu"
+    convolution = CONVOLUTION if is_cpu else math.inf  # Of GPUs it was not measured.
+    count = operations(trainer.trace(shapes[0]).jaxpr.jaxpr, convolution)
     most = FEW_OPERATIONS.get(devices.platform, FEW_OPERATIONS["gpu"])
     several = trainer.with_steps_per_call(STEPS_PER_CALL)
     if count > most or tree_bytes(several.feed.host_shapes()[0]) > CALL_BYTES:

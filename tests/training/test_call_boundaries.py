@@ -187,18 +187,21 @@ def test_steps_that_float16_skips_are_counted_in_each_call(tmp_path, one_device)
     assert rows[0][-1][1] >= 4
 
 
-def convolutional(images):
-    x = jax.nn.relu(hk.Conv2D(4, 3)(images))
-    return hk.Linear(3)(hk.Flatten()(x))
+def convolutional(channels):
+    def logits(images):
+        x = jax.nn.relu(hk.Conv2D(channels, 3)(images))
+        return hk.Linear(3)(hk.Flatten()(x))
+
+    return logits
 
 
-def test_convolutions_are_not_put_in_a_loop_of_a_cpu(tmp_path, devices):
-    """There XLA's take up to four times as long."""
-    model = hk.without_apply_rng(hk.transform(convolutional))
+@pytest.mark.parametrize(("channels", "count"), [(4, STEPS_PER_CALL), (2**15, 1)])
+def test_small_convolutions_are_put_in_a_loop_of_a_cpu(
+    tmp_path, devices, channels, count
+):
+    model = hk.without_apply_rng(hk.transform(convolutional(channels)))
     trainer = changed(made(devices), model=model, steps_per_call=None)
-    assert choose_steps_per_call(trainer, tmp_path).feed.steps_per_call == 1
-    plain = changed(made(devices), steps_per_call=None)
-    assert choose_steps_per_call(plain, tmp_path).feed.steps_per_call == STEPS_PER_CALL
+    assert choose_steps_per_call(trainer, tmp_path).feed.steps_per_call == count
 
 
 @pytest.mark.parametrize("count", [1, 50])

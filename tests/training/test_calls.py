@@ -291,6 +291,22 @@ def test_gpus_where_jax_counts_no_operations_choose_as_cpus_do(
     assert chosen(made(one_device, "resnet"), tmp_path) == 1
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_operations_of_convolutions_are_about_those_that_xla_counts(groups):
+    def loss(x, w):
+        options = {"window_strides": (1, 1), "padding": "VALID"}
+        options["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
+        options["feature_group_count"] = groups
+        return jnp.square(jax.lax.conv_general_dilated(x, w, **options)).sum()
+
+    args = jnp.ones((4, 16, 16, 8)), jnp.ones((3, 3, 8 // groups, 12))
+    traced = jax.jit(jax.grad(loss, 1)).trace(*args)
+    flops = traced.lower().cost_analysis()["flops"]
+    assert operations(traced.jaxpr.jaxpr, 1) == pytest.approx(flops, rel=0.3)
+    assert operations(traced.jaxpr.jaxpr) > 4 * flops  # They take longer than products.
+    assert operations(traced.jaxpr.jaxpr, math.inf) == math.inf
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
 def test_operations_are_about_those_that_xla_counts(one_device, accumulate_steps):
     trainer = changed(
@@ -312,7 +328,6 @@ UNSEEN = {
     "windows": lambda x: jax.lax.reduce_window(
         x, 0.0, jax.lax.add, (2, 2), (1, 1), "SAME"
     ),
-    "convolution": lambda x: jnp.convolve(x[0], x[1]),
     "kernel": pl.pallas_call(
         lambda x, y: None, jax.ShapeDtypeStruct((4, 8), np.float32)
     ),
