@@ -31,6 +31,9 @@ class Program:
         """Traces the function for these shapes."""
         return self._choose(*args).trace(*args)
 
+    def _cache_size(self) -> int:  # As that of a `jax.jit`, for tests.
+        return self.any_order._cache_size() + self.in_order._cache_size()
+
     def _choose(self, *args: Any) -> Any:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
         if traced or jax.config.jax_disable_jit:

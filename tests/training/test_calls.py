@@ -244,7 +244,7 @@ def test_a_config_leaves_the_choice_to_the_run(tmp_path, one_device, capsys):
     assert "on each device, 50 steps a call; " in capsys.readouterr().out
     train(trainer, num_steps=70, workdir=tmp_path)  # The same choice, made once.
     assert "step     70/70" in capsys.readouterr().out
-    assert trainer.with_steps_per_call(50)._call.compiled.any_order._cache_size() == 1
+    assert trainer.with_steps_per_call(50)._call.compiled._cache_size() == 1
     train(trainer, num_steps=75, workdir=tmp_path, hooks=[lambda event: None])
     assert "steps a call" not in capsys.readouterr().out  # Each is one.
 
