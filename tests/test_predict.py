@@ -26,10 +26,10 @@ from haiku_template.data.examples import (
 )
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
-from haiku_template.models import mlp
+from haiku_template.models import losses, mlp
 from haiku_template.runs import Run, predictions, train
 from haiku_template.runs.predictions import print_predictions, write_predictions
-from haiku_template.training import Experiment
+from haiku_template.training import Experiment, Task
 from tests.runs import ROOT
 
 RNG = np.random.default_rng(0)
@@ -431,6 +431,22 @@ def test_a_run_is_evaluated_on_arrays(run, expected):
     assert not (run.workdir / "confusion.png").exists()
     with pytest.raises(ConfigError, match="the set of examples has no labels"):
         run.evaluate(NEW)
+
+
+def test_classes_of_data_without_their_number_are_numbered(tmp_path, one_device):
+    """`Data(train, evaluation, None)`, with a task that counts them."""
+    data = from_split(Split(X, Y, X[:16], Y[:16]), BatchSpec(8))
+    data = data._replace(num_outputs=None)
+    counting = Task(lambda outputs, batch: losses.classification(outputs, batch))
+    counting = counting._replace(labels="classes", count=losses.confusion)
+    parts = {"model": mlp(2, width=8), "data": data, "optimizer": optax.sgd(0.1)}
+    trainer = Experiment(task=counting, **parts).trainer(one_device)
+    train(trainer, num_steps=1, workdir=tmp_path)
+    Run.open(tmp_path, one_device, experiment=trainer.experiment).evaluate()
+    assert (tmp_path / "confusion.png").exists()
+    plain = Experiment(task=losses.classification, **parts).trainer(one_device)
+    with pytest.raises(ConfigError, match=r"0 classes; .* logits \[B, num_outputs\]"):
+        train(plain, num_steps=1, workdir=tmp_path / "plain")
 
 
 def test_more_outputs_than_a_terminal_has_room_for_are_not_printed(

@@ -54,7 +54,7 @@ def export_safetensors(run: Run, output: Path) -> int:
         devices,
         source=config.init_from if is_folder(config.init_from) else None,
         arguments={"num_outputs": data.num_outputs} | model_keys(config),
-        class_names=[*map(str, data.class_names or range(data.num_outputs))],
+        class_names=[*map(str, data.class_names or range(data.num_outputs or 0))],
         tokenizer=data.text,
     )
     return run.step

@@ -244,7 +244,8 @@ class Run:  # Why: docs/decisions/house.md#run
         with self.devices.explicit_transfers():
             metrics, counts = self.trainer.measure(self.state, examples)
         if "confusion" in counts and examples is None:
-            names = tuple(map(str, data.class_names or range(data.num_outputs)))
+            numbers = range(len(counts["confusion"]))
+            names = tuple(map(str, data.class_names or numbers))
             title = f"{self.workdir.name}, step {self.step}"
             plots.write_confusion(self.workdir, counts["confusion"], names, title)
         return metrics

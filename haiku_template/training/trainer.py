@@ -465,10 +465,10 @@ def _with_outputs(task: Task, num_outputs: int) -> Task:
 
     def checked(outputs: Any, batch: dict[str, Any]) -> losses.Values:
         if len(shape := jnp.shape(outputs)) != 2 or shape[1] != num_outputs:
+            data = f"the data has {counted(num_outputs or 0, 'classes')}"
             raise ConfigError(
-                f"the model gives outputs of shape {list(shape)}, and the data has "
-                f"{counted(num_outputs, 'classes')}; classification takes logits [B, "
-                f"{num_outputs}]"
+                f"the model gives outputs of shape {list(shape)}, and {data}; "
+                f"classification takes logits [B, {num_outputs or 'num_outputs'}]"
             )
         return task.values(outputs, batch)
 
