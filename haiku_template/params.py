@@ -10,6 +10,9 @@ import haiku as hk
 import jax
 import numpy as np
 
+# Of `hk.data_structures.to_immutable_dict`, as published code calls it.
+IMMUTABLE = type(hk.data_structures.to_immutable_dict({}))
+
 
 # Why: docs/decisions/house.md#paths
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -58,6 +61,18 @@ def in_dictionaries(tree: Any) -> Any:
         tree,
         is_leaf=lambda x: x is not tree,
     )
+
+
+def mutable(tree: Any) -> Any:
+    """Makes dictionaries of Haiku's immutable mappings, which name no leaf.
+
+    `jax.jit` refuses them beside `out_shardings`. A tree without them stays as it is.
+    """
+    is_flat = lambda x: isinstance(x, IMMUTABLE)  # noqa: E731
+    if not any(map(is_flat, jax.tree.leaves(tree, is_leaf=is_flat))):
+        return tree
+    plain = lambda x: {k: mutable(y) for k, y in x.items()} if is_flat(x) else x  # noqa: E731
+    return jax.tree.map(plain, tree, is_leaf=is_flat)
 
 
 def in_double(array: Any) -> np.ndarray:

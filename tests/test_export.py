@@ -291,6 +291,20 @@ def test_a_program_that_draws_nothing_has_no_key(tmp_path, one_device):
     assert model(variables, inputs[:0]).shape == (0, 2)
 
 
+def test_a_model_that_refuses_numpys_arrays_is_exported(tmp_path, one_device):
+    """The physics models of DeepMind ask what they were given."""
+
+    def model(inputs, is_training):
+        if not isinstance(inputs, jnp.ndarray):
+            raise NotImplementedError(type(inputs))
+        return hk.Linear(2)(inputs)
+
+    pytest.importorskip("flatbuffers")
+    run, inputs = of_script(hk.transform(model), tmp_path / "run", one_device)
+    outputs = exported_of(run, tmp_path / "out").call(inputs)
+    np.testing.assert_allclose(outputs, run.predict(inputs), atol=1e-6)
+
+
 def test_a_key_that_changes_nothing_is_no_obstacle(tmp_path, one_device):
     """Perceiver IO asks for one in evaluation, too, for a dropout of nothing."""
 

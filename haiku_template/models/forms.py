@@ -10,7 +10,7 @@ import jax
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.rematerialization import remat
-from haiku_template.params import flatten, ordered
+from haiku_template.params import flatten, mutable, ordered
 
 MOST_LAYERS = 10_000
 FORMS = {"remat", "per_example"}  # Keys of `config.model` that any model has.
@@ -71,15 +71,17 @@ def with_state(model: Any) -> hk.TransformedWithState:
     of_init, of_apply = ([*inspect.signature(f).parameters.values()] for f in functions)
     takes_rng = len(of_apply) - len(of_init) == place  # Behind params, and state.
     forward, behind = of_init[1:], of_apply[place + 1 :]
-    named = [x.name for x in behind if x.kind in BY_PLACE]
-    if named and all(x.kind not in BY_PLACE for x in forward):  # Made by hand.
-        takes_rng = not SWITCH.fullmatch(named[0])
-        forward = behind if takes_rng else of_apply[place:]
-    arguments = _forward_arguments(forward)
+    named, of_forward = [x.name for x in behind if x.kind in BY_PLACE], forward
+    if named and _names_of(forward) not in map(_names_of, (behind, of_apply[place:])):
+        takes_rng = not SWITCH.fullmatch(named[0])  # Made by hand.
+        of_forward = behind if takes_rng else of_apply[place:]
+        if all(x.kind not in BY_PLACE for x in forward):
+            forward = of_forward
+    first_arguments, arguments = map(_forward_arguments, (forward, of_forward))
 
     def init(rng: jax.Array, inputs: Any, is_training: bool) -> Any:
-        args, kwargs = arguments(inputs, is_training)
-        first = model.init(rng, *args, **kwargs)
+        args, kwargs = first_arguments(inputs, is_training)
+        first = mutable(model.init(rng, *args, **kwargs))
         return (first, {}) if stateless else first
 
     def apply(params: Any, state: Any, rng: Any, inputs: Any, is_training: bool) -> Any:
@@ -87,9 +89,14 @@ def with_state(model: Any) -> hk.TransformedWithState:
         args = (rng, *args) if takes_rng else args
         if stateless:
             return model.apply(params, *args, **kwargs), state
-        return model.apply(params, state, *args, **kwargs)
+        outputs, new = model.apply(params, state, *args, **kwargs)
+        return outputs, mutable(new)
 
     return hk.TransformedWithState(init, apply)
+
+
+def _names_of(parameters: list[inspect.Parameter]) -> list[str]:
+    return [x.name for x in parameters]
 
 
 def _not_transformed(model: Any) -> ConfigError:

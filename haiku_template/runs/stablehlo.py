@@ -84,8 +84,14 @@ def program_of(run: Run) -> tuple[Callable[[Any], Any], Any]:
 def _check_draws_nothing(program: Callable, inputs: Any, recipe: Recipe) -> None:
     places = jax.ShapeDtypeStruct(jax.tree.leaves(inputs)[0].shape[:1], jnp.int32)
     key = jax.eval_shape(functools.partial(evaluation_rng, recipe), places)
+
+    def of_key(key: jax.Array) -> Any:  # A model may refuse NumPy's arrays.
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(shapes)]
+        return program(jax.tree.structure(shapes).unflatten(zeros), key)
+
     # Layers in a stack ask for a key, too, and do without.
-    if dependents(functools.partial(program, inputs), key, None)[1]:
+    shapes = canonical_shapes(inputs)
+    if dependents(of_key, key, None)[1]:
         raise ConfigError(
             "the model cannot be exported: its outputs depend on a PRNG key in "
             "evaluation, too; let it draw random numbers only if is_training, or take "

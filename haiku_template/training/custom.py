@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from haiku_template.errors import ConfigError
 from haiku_template.models.forms import inputs_of, with_inputs
+from haiku_template.params import mutable
 from haiku_template.training.state import Recipe, TrainState, check_leaves
 from haiku_template.training.step import Batch, Gradients, Scalars, averaged, step_rng
 from haiku_template.training.tasks import check_number
@@ -44,7 +45,7 @@ def make_custom_step(recipe: Recipe, step: Callable[..., Any]) -> Gradients:
                 "dictionary of scalars, as (state._replace(params=...), {'loss': ...})"
             )
         new, scalars = results
-        new = new._replace(step=state.step + 1, frozen={})
+        new = mutable(new._replace(step=state.step + 1, frozen={}))
         check_leaves(state, new, "the step")
         averages, before = map(jax.tree.leaves, (new.ema_params, state.ema_params))
         if averages and all(map(operator.is_, averages, before)):  # Not the step's own.

@@ -18,7 +18,7 @@ from haiku_template.devices.collectives import with_axis
 from haiku_template.devices.transfer import check_host_batch
 from haiku_template.errors import ConfigError, some
 from haiku_template.models.forms import inputs_of
-from haiku_template.params import flatten, ordered, unflatten
+from haiku_template.params import flatten, mutable, ordered, unflatten
 from haiku_template.stored import is_form
 from haiku_template.training.custom import preprocessed
 from haiku_template.training.optimizers import own_averages
@@ -392,6 +392,7 @@ def init_custom(
     if first is None:
         first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
     fields = init(split_seed(recipe.seed).params, preprocessed(recipe, first))
+    fields = mutable(fields)
     names = list(fields) if isinstance(fields, dict) else type(fields).__name__
     if "params" not in names or not set(names) <= set(FIELDS):
         raise ConfigError(

@@ -407,3 +407,24 @@ def test_averages_have_counts_and_keys_as_they_are(one_device, steps_per_call):
     for step in range(1, 5):
         mean = (mean + 0.5**step) / 2
     np.testing.assert_allclose(averages["w"], mean, rtol=1e-6)
+
+
+def test_a_custom_state_may_have_immutable_dictionaries(one_device):
+    """Published code of 2021 makes them of its parameters, in each step anew."""
+    fixed = hk.data_structures.to_immutable_dict
+
+    def fixed_init(rng, batch):
+        first = init(rng, batch)
+        return first | {"params": fixed(first["params"])}
+
+    def fixed_step(state, batch, rng, axis_name):
+        new, scalars = step(state, batch, rng, axis_name)
+        return new._replace(params=fixed(new.params)), scalars
+
+    params = []
+    fixed_trainer = own(init=fixed_init, step=fixed_step).trainer(one_device)
+    for trainer in (own_trainer(1), fixed_trainer):
+        batch = one_device.shard(DATA.train.batch(0))
+        state, _ = trainer.step(trainer.init(), batch)
+        params.append(one_device.fetch(state.params))
+    jax.tree.map(np.testing.assert_array_equal, *params)

@@ -337,3 +337,48 @@ def test_trees_of_any_class_may_be_ordered():
     new = ordered(jax.tree.map(lambda x: x, tree), tree)
     assert [*new[0].x] == [*new[1]] == ["b", "a"] and [*new[5]] == ["d", "c"]
     assert jax.tree.leaves(new) == jax.tree.leaves(tree)
+
+
+def made(rng, x):
+    return hk.transform(documented).init(rng, x, True)
+
+
+def applied(params, rng, x, is_training):
+    return hk.transform(documented).apply(params, rng, x, is_training)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        hk.Transformed(made, applied),
+        hk.Transformed(lambda rng, x, is_training: made(rng, x), applied),
+        hk.Transformed(made, lambda params, rng, x: applied(params, rng, x, True)),
+        hk.TransformedWithState(
+            lambda rng, images: (made(rng, images), {}),
+            lambda p, s, rng, x, is_training: (applied(p, rng, x, is_training), s),
+        ),
+        hk.TransformedWithState(
+            lambda rng, images: (made(rng, images), {}),
+            lambda p, s, x, train: (applied(p, None, x, train), s),
+        ),
+    ],
+)
+def test_init_and_apply_of_a_model_made_by_hand_may_differ(one_device, model, expected):
+    """An object's `init(rng, images)` knows no flag, and its loss takes one."""
+    assert losses(one_device, model) == expected
+
+
+def test_a_model_may_have_immutable_dictionaries(one_device):
+    """As code of 2021 made them; `jax.jit` refuses them beside `out_shardings`."""
+    fixed = hk.data_structures.to_immutable_dict
+    model = hk.transform_with_state(normed)
+
+    def init(rng, inputs, is_training):
+        return tuple(map(fixed, model.init(rng, inputs)))
+
+    def apply(params, state, rng, inputs, is_training):
+        outputs, state = model.apply(params, state, rng, inputs)
+        return outputs, fixed(state)
+
+    found = losses(one_device, hk.TransformedWithState(init, apply))
+    assert found == losses(one_device, model)
