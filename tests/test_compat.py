@@ -39,6 +39,7 @@ YESTERDAY = {
     "    home.pytype_aval_mappings[Mine] = home.pytype_aval_mappings[np.ndarray]\n"
     "jax.typeof(np.ones(2).view(Mine)).shape == (2,)",
     "types": "jnp.DeviceArray is jax.random.KeyArray is jax.Array",
+    "a second argument": "jax.lax.tie_in(1, 2) == 2",
     "numbers": "(jnp.NINF, jnp.PZERO) == (-np.inf, 0)",
     "numpy": "jnp.in1d(ar1=np.ones((2, 2)), ar2=np.ones(1)).shape == (4,)",
     "sorting": "jnp.msort(np.array([[2, 1], [1, 2]])).tolist() == [[1, 1], [2, 2]]",

@@ -265,19 +265,20 @@ def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Trace
     if one[2]:
         return trace(size)
     leaves = flatten(one[1]["net_state"])
-    rows = [k for k, x in leaves.items() if x.shape[:1] == (1,)]
+    rows = [k for k, x in leaves.items() if 1 in x.shape]  # Of any axis.
     # Norms' are [1, ..., C]: another trace takes time.
     norms = [k for k in rows if f"{k.rpartition('/')[0]}/average" in leaves]
     if size > 1 and norms != rows:
-        _check_no_rows(rows, size, lambda: flatten(trace(size)[1]["net_state"]))
+        _check_no_rows(leaves, lambda: flatten(trace(size)[1]["net_state"]))
     return one
 
 
-def _check_no_rows(paths: list[str], size: int, of_batch: Callable[[], Any]) -> None:
+def _check_no_rows(of_one: dict[str, Any], of_batch: Callable[[], Any]) -> None:
     leaves: dict[str, Any] = {}
     with contextlib.suppress(Exception):  # A device has a part of the batch.
         leaves = of_batch()
-    if odd := [k for k in paths if k in leaves and leaves[k].shape[:1] == (size,)]:
+    shared = [k for k in of_one if k in leaves]
+    if odd := [k for k in shared if leaves[k].shape != of_one[k].shape]:
         raise ConfigError(
             f"the model's network state {odd[0]} has a row for each example, and one "
             "state is for batches of any size; a state that is carried from batch to "

@@ -64,8 +64,16 @@ def of_all_rows(x):
     return hk.Linear(2)(x)
 
 
+def of_layers(x):
+    """As Transformer-XL keeps its memory: a row of the batch is of the second axis."""
+    memory = hk.get_state("memory", (2, *x.shape), x.dtype, init=jnp.zeros)
+    hk.set_state("memory", jnp.stack([x, memory[0]]))
+    return hk.Linear(2)(jnp.concatenate([x, *memory], axis=-1))
+
+
 @pytest.mark.parametrize(
-    ("forward", "name"), [(carrying, "carried"), (of_all_rows, "rows")]
+    ("forward", "name"),
+    [(carrying, "carried"), (of_all_rows, "rows"), (of_layers, "memory")],
 )
 def test_a_state_with_a_row_for_each_example_is_named(devices, forward, name):
     """It was an error of shapes inside the model, of one row that nobody gave."""
