@@ -38,6 +38,7 @@ from haiku_template.errors import (
     DeviceError,
     Interrupted,
     StorageError,
+    axis_advice,
     memory_full,
     near,
 )
@@ -366,7 +367,7 @@ def _end(error: BaseException) -> None:
     error = (several and cluster.lost(error)) or _of_a_user(error) or error
     interrupted = signals.INTERRUPTED if isinstance(error, KeyboardInterrupt) else None
     code = getattr(error, "exit_code", interrupted)
-    advice = compat.advice(error)
+    advice = compat.advice(error) or axis_advice(error)
     if code is None:
         if advice:
             error.add_note(advice)

@@ -67,6 +67,17 @@ def clear_frames(error: BaseException | None) -> None:
             traceback.clear_frames(each.__traceback__)
 
 
+def axis_advice(error: BaseException) -> str:
+    """Says what to do about an axis of published code's own, if it is that."""
+    if not any("unbound axis name" in str(x) for x in chain(error)):
+        return ""
+    return (
+        "a model is given the axis of the devices as axis_name, None on one device; "
+        "where code that stays as it is names another, "
+        "haiku_template.published.norms_over(axis_name) gives hk.BatchNorm that one"
+    )
+
+
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error, the one behind it, and so on."""
     for _ in range(CHAIN):

@@ -7,6 +7,9 @@
 
     modules = published.import_module("colabdesign.mpnn.modules", "build/published")
 
+    with published.norms_over(axis_name):  # In a model's function.
+        outputs = theirs.Net()(inputs, is_training)
+
 Repositories import packages for data and plots next to their models. Imports no JAX.
 Why: docs/decisions/models.md#stand-ins
 """
@@ -101,6 +104,25 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(self.attributes.get(module.__name__, {}))
+
+
+@contextlib.contextmanager
+def norms_over(axis_name: str | None) -> Iterator[None]:
+    """Makes `hk.BatchNorm` average over an axis, whatever code that stays says of it.
+
+    Published models leave `cross_replica_axis` out, or name the axis of their own
+    `jax.pmap`. For modules that are made in this context; None for one device.
+    """
+    import haiku as hk
+
+    def named(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+        outputs, module = call(*args, **kwargs), context.module
+        if context.method_name == "__init__" and isinstance(module, hk.BatchNorm):
+            module.cross_replica_axis = axis_name
+        return outputs
+
+    with hk.intercept_methods(named):
+        yield
 
 
 @contextlib.contextmanager

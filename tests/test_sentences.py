@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from haiku_template import cli
 from haiku_template import config as configs
 from haiku_template.config import default_config
 from haiku_template.data import DATASETS
-from haiku_template.errors import ConfigError, download, near
+from haiku_template.errors import ConfigError, axis_advice, download, near
 from haiku_template.finetuning.adapters import load_adapters
 from haiku_template.finetuning.source import open_source
 from haiku_template.models import MODELS
@@ -198,6 +199,7 @@ THEIRS = (
     HEAD
     + """
 import jax.numpy as jnp
+import jax
 import numpy as np
 import haiku as hk
 from haiku_template.data import BatchSpec, Split, from_split
@@ -561,3 +563,11 @@ def test_a_variable_with_a_value_that_jax_refuses_is_one_sentence(tmp_path):
     done = run_command("train", *flags, cwd=tmp_path, JAX_TRANSFER_GUARD="no")
     assert_sentence(done, "JAX_TRANSFER_GUARD=no is no value that JAX takes; unset it")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_axis_of_published_code_is_said_to_be_its_own():
+    """Of jaxline's `jax.pmap`, say; a run binds that of its devices alone."""
+    with pytest.raises(NameError) as caught:
+        jax.make_jaxpr(lambda x: jax.lax.pmean(x, "i"))(1.0)
+    assert "published.norms_over(axis_name)" in axis_advice(caught.value)
+    assert axis_advice(NameError("name 'i' is not defined")) == ""

@@ -87,8 +87,9 @@ def check_norms(trainer: Trainer) -> None:
             f"{', '.join(alone[:3])} would keep statistics of its own on each of the "
             f"{devices.num_devices} devices: give it "
             "cross_replica_axis=devices.axis_name (in a function of your own that a "
-            "config names: axis_name), or is_training=hk.running_init(), which keeps "
-            "its statistics as they are"
+            "config names: axis_name; around code that stays as it is, "
+            "haiku_template.published.norms_over(axis_name)), or "
+            "is_training=hk.running_init(), which keeps its statistics as they are"
         )
 
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from configs import digits, digits_resnet
+from haiku_template import published
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import (
@@ -219,6 +220,24 @@ def test_a_norm_without_the_axis_is_said_before_step_0(tmp_path):
         train(made(4, model=model), num_steps=20, workdir=tmp_path)
     assert not any(tmp_path.iterdir())
     train(made(1, model=model), num_steps=1, workdir=tmp_path)
+
+
+@pytest.mark.parametrize("axis", [None, "i"])
+def test_norms_of_code_that_stays_average_over_the_devices(tmp_path, axis):
+    """Published norms name no axis, or that of their own `jax.pmap`."""
+
+    def forward(axis_name, inputs, is_training):
+        with published.norms_over(axis_name):
+            norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis)
+        return hk.Linear(3)(norm(hk.Flatten()(inputs), is_training))
+
+    losses = []
+    for count, axis_name in ((1, None), (4, "data")):
+        model = hk.transform_with_state(functools.partial(forward, axis_name))
+        trainer, workdir = made(count, model=model), tmp_path / str(count)
+        losses.append(train(trainer, num_steps=4, workdir=workdir).metrics)
+    one, four = (metrics["train/loss"] for metrics in losses)
+    assert four == pytest.approx(one, rel=1e-5)
 
 
 def test_a_codebook_without_state_needs_no_axis(tmp_path):
