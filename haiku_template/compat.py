@@ -186,7 +186,8 @@ def advice(error: BaseException) -> str:
             if (row := removed().get(path)) is not None:
                 # Of a keyword the error does not say whose function it was.
                 unless = f"if it was {path.partition('(')[0]}: " * ("(" in path)
-                return f"{unless}{row}{BACK * _is_served(path)}"
+                back = BACK if row.instead else BACK.replace("or", "but", 1)
+                return f"{unless}{row}{back * _is_served(path)}"
         if each.__suppress_context__ and each.__cause__ is None:
             break
     return ""

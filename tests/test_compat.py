@@ -210,6 +210,10 @@ MISSED = {
         "    raise ValueError('a layer') from error",
         "write jax.tree.map; or config.compat = True puts it back",
     ),
+    "a name that nothing replaces": (
+        "jax.core.is_constant_dim(3)",
+        "nothing replaces it; but config.compat = True puts it back",
+    ),
     "the keyword of a class": (
         "jax.ShapeDtypeStruct((1,), jnp.float32, named_shape={})",
         "ShapeDtypeStruct(named_shape) was removed in",

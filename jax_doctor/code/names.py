@@ -8,7 +8,8 @@ Versions are those of the repositories' tags; a test holds the rest against JAX.
 
 from typing import NamedTuple
 
-NAMES = """  # Why: docs/decisions/doctor.md#removed-names
+# Why: docs/decisions/doctor.md#removed-names
+NAMES = """
 0.6.0 jax: tree_map = jax.tree.map
 0.6.0 jax: tree_flatten = jax.tree.flatten
 0.6.0 jax: tree_leaves = jax.tree.leaves
