@@ -20,6 +20,7 @@ from multiprocessing.pool import ExceptionWithTraceback
 from typing import Any, BinaryIO
 
 import numpy as np
+from absl import flags
 
 from haiku_template import bounded
 from haiku_template.data import shared
@@ -53,13 +54,16 @@ def digests(batch: Batch) -> dict[str, str]:
 def main() -> None:
     """Makes batches until the run has ended, or closes the socket."""
     number, *setup = map(int, sys.argv[1:])
+    flags.FLAGS.mark_as_parsed()  # The code of data may ask for its own.
     run = socket.socket(fileno=number)
     keys: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(run, keys), daemon=True).start()
     sets: dict[str, Any] = {}
 
     def first() -> dict[str, str]:
-        function, args, kwargs, name, index = shared.read(*setup)
+        given, function, args, kwargs, name, index = shared.read(*setup)
+        for flag in given.keys() & {*flags.FLAGS}:  # Of the module of `function`.
+            flags.FLAGS[flag].value = given[flag]
         sets.update(sets_of(function(*args, **kwargs)))
         return digests(sets[name].batch(index))
 

@@ -29,6 +29,7 @@ MOST_DEATHS = 3  # Of one worker in a row, which is replaced so often.
 SLOW_SECONDS = 60.0  # Of waiting for a process, until a line says so, and again.
 END_SECONDS = 5.0  # Of waiting for a process that has been told to end.
 MODULE = "haiku_template.data.worker"
+PLAIN = str, int, float, list  # Types of flags' values that other processes can read.
 Key = tuple[str, int]  # Name of a set, index of a batch.
 
 
@@ -146,7 +147,7 @@ class Workers:
                     self._end()
 
     def _start(self, key: Key, dataset: Any) -> None:
-        self._setup, sections = shared.write((*self._call, *key))
+        self._setup, sections = shared.write((_given_flags(), *self._call, *key))
         self._workers = []
         for number in range(1, self.count + 1):
             self._workers.append(Worker(number, self._setup, sections))
@@ -315,6 +316,18 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _given_flags() -> dict[str, Any]:
+    """Values of absl's flags that are no defaults, for the code that makes the data."""
+    if (absl := sys.modules.get("absl.flags")) is None:
+        return {}
+    every = {name: absl.FLAGS[name] for name in absl.FLAGS}
+    return {
+        name: flag.value
+        for name, flag in every.items()
+        if isinstance(flag.value, PLAIN) and flag.value != flag.default
+    }
 
 
 def _check_call(call: Any) -> None:

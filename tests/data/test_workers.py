@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 import worker_sets
+from absl import flags
 
 from haiku_template.data import BatchSpec, ahead, by_name, workers
 from haiku_template.data.worker import digests
@@ -118,6 +119,20 @@ def test_what_is_asked_for_out_of_order_is_made_in_the_run():
 def test_workers_import_no_jax():
     train = in_workers(1, worker_sets.at, worker_sets.without_jax).train
     assert len(read(train, 0, 3)) == 3
+
+
+@pytest.mark.parametrize("noise", [3, 5])
+def test_data_may_ask_for_flags_of_its_module(noise, monkeypatch):
+    """Published code does; the run's own process has parsed the command's line."""
+    given, parsed = flags.FLAGS["noise_of_worker_sets"], flags.FLAGS.is_parsed()
+    monkeypatch.setattr(given, "value", noise)
+    flags.FLAGS.mark_as_parsed()
+    try:
+        batches = read(in_workers(2, worker_sets.noisy).train, 0, 5)
+    finally:
+        if not parsed:
+            flags.FLAGS.unparse_flags()
+    assert [x["inputs"][0] for x in batches] == [noise * step for step in range(5)]
 
 
 def test_an_error_in_a_worker_comes_with_its_traceback_at_its_step():

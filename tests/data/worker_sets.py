@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from absl import flags
 
 from haiku_template.data import (
     Data,
@@ -22,6 +23,9 @@ from haiku_template.data.images import crop_and_flip
 from haiku_template.errors import ConfigError
 
 RUN = os.environ.setdefault("PROCESS_OF_THE_RUN", str(os.getpid()))
+
+
+flags.DEFINE_integer("noise_of_worker_sets", 3, "Of a published data set.")
 
 
 class OddError(Exception):
@@ -45,6 +49,15 @@ class Steps:
 
 def steps():
     return Data(Steps(), EvaluationSet(np.arange(40.0), None, 4))
+
+
+class Noisy:
+    def batch(self, step):
+        return {"inputs": np.full(4, step * flags.FLAGS.noise_of_worker_sets)}
+
+
+def noisy():
+    return Data(Noisy(), None)
 
 
 def at(function, *args):
