@@ -253,6 +253,10 @@ class _Run(NamedTuple):
             state = self.trainer.unpacked(state)
             metrics = self._evaluate(step, state, stop)
             early = metrics is not None and step < stop and self._stops_early()
+        if early and not _due(step, stop, self.every.log):
+            # As the last step of any run; before the save, behind which it may end.
+            self._log(steps, scalars)
+        with self.report.paused():
             waits = self.signals.received is not None and step < stop
             if waits or early or late or _due(step, stop, self.every.save):
                 with self.signals.lock:
@@ -266,8 +270,6 @@ class _Run(NamedTuple):
         self.signals.restart()
         if self.report.due(step):
             self.report.profile(step)
-        if early and not _due(step, stop, self.every.log):
-            self._log(steps, scalars)  # As the last step of any run.
         return early
 
     def _log(self, steps: range, scalars: Any) -> None:

@@ -1,13 +1,14 @@
 """What watches a run: metric writers, hooks, early stopping."""
 
 import json
+import signal
 
 import pytest
 
 from configs import digits
 from haiku_template.config import check
 from haiku_template.devices import DeviceManager
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, Interrupted
 from haiku_template.preflight.checks import check_evaluation
 from haiku_template.runs import early_stop, start, train
 from haiku_template.storage.metrics import read
@@ -165,6 +166,27 @@ def test_the_last_line_of_a_run_that_stopped_early_does_not_count_as_before():
     rows += [{"step": 6, "train/loss": 3.0}, {"step": 8, "eval/loss": 1.0}]
     stops = early_stop("train/loss", 1)
     assert stops(rows) and stops([*rows, {"step": 8, "train/loss": 1.0}])
+
+
+def test_a_run_that_stops_early_as_a_signal_comes_has_all_of_its_lines(tmp_path):
+    """The start after the signal makes no step, and has no scalars to log."""
+
+    def come(event):
+        if event.what == "evaluation" and event.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    def rows(name, hooks=()):
+        options = {"num_steps": 100, "log_every": 4, "eval_every": 2, "hooks": hooks}
+        stop = early_stop("eval/loss", 2, mode="max")
+        train(trainer(), workdir=tmp_path / name, stop_when=stop, **options)
+        kept = read(tmp_path / name / "metrics.jsonl")
+        return [[row["step"], *sorted(row)[:2]] for row in kept]
+
+    expected = rows("undisturbed")
+    assert [6, "perf/bytes_from_devices"] in [row[:2] for row in expected]
+    with pytest.raises(Interrupted, match="step 6 is saved"):
+        rows("run", [come])
+    assert rows("run") == expected
 
 
 def test_a_run_that_stops_early_is_saved_and_stays_stopped_when_resumed(
