@@ -15,7 +15,7 @@ from haiku_template.devices.compiled import CompiledStep, Scalars, pack
 from haiku_template.devices.exact import ExactStep, Shares, exact_evaluation, in_order
 from haiku_template.errors import ConfigError
 from haiku_template.training import step
-from haiku_template.training.state import Recipe, TrainState, split_seed
+from haiku_template.training.state import Recipe, TrainState, split_seed, strong
 from haiku_template.training.step import Batch, Update, in_dtypes, share_gradients
 from haiku_template.training.tasks import divide
 
@@ -89,7 +89,8 @@ def _share_gradients(recipe: Recipe, share: jax.Array) -> Callable[..., Any]:
         grads, (net_state, scalars, weight) = graded
         if weight is not None:
             grads, scalars = jax.tree.map(lambda x: x * weight, (grads, scalars))
-        return (grads, scalars), net_state, weight
+        # Between programs one device keeps weak types, and several do not.
+        return strong(((grads, scalars), net_state, weight))
 
     return train_step
 

@@ -55,7 +55,14 @@ def with_complex_state(inputs):
     return hk.Linear(3)(hk.Flatten()(inputs))
 
 
+def with_a_number(inputs):
+    hk.get_state("rate", (), init=jnp.zeros)
+    hk.set_state("rate", 0.5)  # Python's, of a weak type.
+    return hk.nets.MLP([8, 3])(hk.Flatten()(inputs))
+
+
 MODELS = {
+    "number": lambda: hk.transform_with_state(with_a_number),
     "complex": lambda: hk.transform_with_state(with_complex_state),
     "mlp": lambda: mlp(3, width=8),
     "dropout": lambda: hk.transform(with_dropout),
@@ -126,6 +133,18 @@ def test_a_complex_state_is_the_mean_of_all_shares():
     means = trainer.devices.fetch(state.net_state)["~"]
     for value in means.values():
         np.testing.assert_allclose(value, batch["inputs"].mean(), rtol=1e-4)
+
+
+def test_a_state_that_is_a_python_number_is_of_one_type_on_any_devices(tmp_path):
+    """A weak type goes to the update from one device alone, which XLA fuses anew."""
+    results, options = {}, {"log_every": 1, "max_consecutive_nonfinite": 3}
+    for n in (1, 4):
+        trainer, workdir = made(n, "number"), tmp_path / str(n)
+        traced = trainer.trace(trainer.feed.host_shapes()[0]).out_info
+        assert not any(x.weak_type for x in jax.tree.leaves(traced))
+        result = train(trainer, num_steps=6, workdir=workdir, **options)
+        results[n] = digest(result.state.saved()), lines(workdir)
+    assert results[1] == results[4]
 
 
 def test_a_step_is_left_out_on_any_devices(tmp_path):
