@@ -554,7 +554,9 @@ def _set_literals(file: Path, literals: Iterable[re.Match]) -> None:
         raise ValueError(_returned(file, values))
     for match in literals:
         value = _literal(match[1], match[2])
-        config_path.set_value(match[1], values, value, accept_new_attributes=True)
+        # Patterns may take the place of a model's own switch, such as GPT's.
+        with values.ignore_type():
+            config_path.set_value(match[1], values, value, accept_new_attributes=True)
 
 
 def _literal(key: str, text: str) -> Any:

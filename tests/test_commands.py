@@ -448,6 +448,14 @@ def test_a_mistake_that_the_parts_find_is_one_sentence(tmp_path, flags, words):
     assert not workdir.exists()
 
 
+def test_patterns_take_the_place_of_a_model_s_own_switch():
+    """A config has `remat = False`, of another type, for the switch of GPT."""
+    flags = "--dry_run", "--device=cpu", f"--config.data.path={ROOT / 'docs'}"
+    flags += ("--config.model.remat=('*/block_9',)",)
+    done = run_command("train", "--config=configs/gpt_bytes.py", *flags)
+    assert_refused(done, 64, "'*/block_9' fits none", "gpt/block_0/mlp/up")
+
+
 @pytest.mark.parametrize("missing", ["config", "workdir"])
 def test_a_flag_that_is_needed_is_named(tmp_path, missing):
     flags = {"config": "configs/digits.py", "workdir": str(tmp_path / "run")}
