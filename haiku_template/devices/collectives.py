@@ -95,7 +95,9 @@ def _square(leaves: list[jax.Array]) -> jax.Array:
     """Sum of squares, the rows of each leaf first: XLA's CPUs add up one by one."""
     total = jnp.zeros(())
     for leaf in leaves:
-        rows = jnp.split(leaf.ravel(), math.gcd(leaf.size, ROWS))
+        count = math.gcd(leaf.size, ROWS)
+        # Not jnp.split: a size of a mistake is beyond int64.
+        rows = jax.lax.split(leaf.ravel(), [leaf.size // count] * count)
         first, *others = ((x.conj() * x).real for x in rows)
         total += jnp.sum(sum(others, first))
     return total
