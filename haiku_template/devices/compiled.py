@@ -148,7 +148,7 @@ class CompiledStep:
     """Step whose calls are timed, bounded in number, and checked for placement."""
 
     devices: "DeviceManager"
-    compiled: Any  # A `jax.jit`.
+    compiled: Any  # A `jax.jit`, or a `Program`.
     takes_state: bool  # Donates its first argument.
     local: bool = False  # Takes this process's part of arrays that span several.
     # Splits what it returns into results, and an array that is never donated.

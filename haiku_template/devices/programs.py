@@ -61,8 +61,15 @@ def operations(jaxpr: Any, convolution: float = CONVOLUTION) -> float:
             (axes, _), _ = equation.params["dimension_numbers"]
             size *= 2 * math.prod(equation.invars[0].aval.shape[i] for i in axes)
         if name == "conv_general_dilated":
-            kernel = equation.invars[1].aval
-            outputs, *_ = equation.params["dimension_numbers"].rhs_spec
-            size *= 2 * kernel.size // kernel.shape[outputs] * convolution
+            size *= convolution * _operations_of_output(equation)
         count += max(inner * equation.params.get("length", 1), size)  # Scans' length.
     return count
+
+
+def _operations_of_output(equation: Any) -> float:
+    """Operations of one output of a convolution; infinite for XLA's slow ones."""
+    kernel, params = equation.invars[1].aval, equation.params
+    has_groups = params["feature_group_count"] * params["batch_group_count"] > 1
+    outputs, *_ = params["dimension_numbers"].rhs_spec
+    is_slow = has_groups or kernel.ndim > 4
+    return math.inf if is_slow else 2 * kernel.size // kernel.shape[outputs]

@@ -291,20 +291,42 @@ def test_gpus_where_jax_counts_no_operations_choose_as_cpus_do(
     assert chosen(made(one_device, "resnet"), tmp_path) == 1
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_operations_of_convolutions_are_about_those_that_xla_counts(groups):
-    def loss(x, w):
-        options = {"window_strides": (1, 1), "padding": "VALID"}
-        options["dimension_numbers"] = ("NHWC", "HWIO", "NHWC")
-        options["feature_group_count"] = groups
-        return jnp.square(jax.lax.conv_general_dilated(x, w, **options)).sum()
+def convolved(shape, kernel, numbers, **options):
+    strides = (1,) * (len(shape) - 2)
 
-    args = jnp.ones((4, 16, 16, 8)), jnp.ones((3, 3, 8 // groups, 12))
-    traced = jax.jit(jax.grad(loss, 1)).trace(*args)
+    def loss(x, w):
+        results = jax.lax.conv_general_dilated(
+            x, w, strides, "VALID", dimension_numbers=numbers, **options
+        )
+        return jnp.square(results).sum()
+
+    return jax.jit(jax.grad(loss, 1)).trace(jnp.ones(shape), jnp.ones(kernel))
+
+
+IMAGES, VOLUMES = ("NHWC", "HWIO", "NHWC"), ("NDHWC", "DHWIO", "NDHWC")
+
+
+def test_operations_of_convolutions_are_about_those_that_xla_counts():
+    traced = convolved((4, 16, 16, 8), (3, 3, 8, 12), IMAGES)
     flops = traced.lower().cost_analysis()["flops"]
     assert operations(traced.jaxpr.jaxpr, 1) == pytest.approx(flops, rel=0.3)
     assert operations(traced.jaxpr.jaxpr) > 4 * flops  # They take longer than products.
     assert operations(traced.jaxpr.jaxpr, math.inf) == math.inf
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [
+        convolved((2, 4, 4, 8), (3, 3, 2, 8), IMAGES, feature_group_count=4),
+        convolved((2, 4, 4, 8), (3, 3, 1, 8), IMAGES, feature_group_count=8),
+        convolved((2, 4, 4, 8), (3, 3, 8, 8), IMAGES, batch_group_count=2),
+        convolved((2, 4, 4, 4, 8), (3, 3, 3, 8, 8), VOLUMES),
+    ],
+    ids=["groups", "depthwise", "batch groups", "three dimensions"],
+)
+def test_slow_convolutions_are_never_few_operations(traced):
+    """Fifty of one took over two seconds, in which no signal is heard."""
+    assert operations(traced.jaxpr.jaxpr) == math.inf
 
 
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
