@@ -556,7 +556,8 @@ def read_workdir(folder: Path, name: str) -> Iterator[Call]:
     yield lambda: workdir.update_config(run, default)
     yield lambda: workdir.of_script(run, {}, {})
     yield lambda: workdir.mark_saved(run, 2)
-    yield lambda: [workdir.run_id(run), workdir.steps_per_call(run)]
+    yield lambda: [workdir.run_id(run), workdir.chosen(run, "packs", False)]
+    yield lambda: workdir.chosen(run, "steps_per_call", 1)
     yield lambda: sorted(workdir.left_out(run))
     yield lambda: sorted(rewind.steps_of("auto", run))
     yield lambda: goodput.described(goodput.goodput(run))

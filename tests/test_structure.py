@@ -350,6 +350,46 @@ def test_what_tests_and_benchmarks_import_exists():
             if isinstance(node, ast.ImportFrom) and node.module in known:
                 names = {x.name for x in node.names} - known[node.module]
                 assert not {x for x in names if f"{node.module}.{x}" not in known}, path
+        gone = [*_gone_attributes(ast.parse(path.read_text()), {}, known)]
+        assert not gone, (path, gone)
+
+
+def _gone_attributes(scope, modules, known):
+    """Yields `module.name` that is used in a scope, where the module has no such name.
+
+    `modules` maps names outside of the scope to modules of the packages.
+    """
+    inner, nodes = [], [*ast.iter_child_nodes(scope)]
+    for node in nodes:  # Grows.
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            inner.append(node)
+        else:
+            nodes += ast.iter_child_nodes(node)
+    bound = {
+        x.id
+        for x in nodes
+        if isinstance(getattr(x, "ctx", None), ast.Store) and isinstance(x, ast.Name)
+    }
+    bound |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+    modules = {k: x for k, x in modules.items() if k not in bound}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names = {x.asname or x.name: x.name for x in node.names}
+            paths = {
+                alias: f"{node.module}.{name}"
+                for alias, name in names.items()
+                if alias not in bound and name not in known.get(node.module, ())
+            }
+            modules |= {alias: x for alias, x in paths.items() if x in known}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id)
+            names = known.get(module, {node.attr})
+            is_own = node.attr.startswith("__") or f"{module}.{node.attr}" in known
+            if node.attr not in names and not is_own:
+                yield f"{module}.{node.attr}"
+    for node in inner:
+        yield from _gone_attributes(node, modules, known)
 
 
 def test_a_config_dict_is_seen_where_parts_are_made_and_nowhere_below():
