@@ -24,8 +24,8 @@ from haiku_template.devices.layout import (
     in_device_memory,
     sharding_on,
 )
+from haiku_template.devices.operations import operations
 from haiku_template.devices.packing import Packing
-from haiku_template.devices.programs import Program
 from haiku_template.devices.shares import on_shares
 from haiku_template.devices.transfer import own_part
 from haiku_template.errors import PlacementError
@@ -47,6 +47,8 @@ COPY = (
     "devices.shard"
 )
 SHARES = "has not one share on each device; give batches with devices.shard"
+FEW = 1.6e7  # Floating-point operations of a step that one thread makes sooner.
+IN_ORDER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 SHORT, MANY = 0.0005, 32  # Seconds of a short step, of which so many may be in flight.
 
 
@@ -141,6 +143,36 @@ def _misplaced(tree: Any, i: int, subject: str, fault: str) -> PlacementError:
     path, leaf = [*leaves_by_path(tree).items()][i]
     name = f"{subject}{path or 'array'} ({shaped(leaf)})"
     return PlacementError(f"{name} is on {describe(leaf)}, and {fault}")
+
+
+class Program:
+    """A `jax.jit` of a function that is traced once, and compiled by its operations."""
+
+    # Why: docs/decisions/devices.md#in-order
+    def __init__(self, run: Callable[..., Any], **options: Any) -> None:
+        self.any_order = jax.jit(run, **options)
+        self.in_order = jax.jit(run, **options, compiler_options=IN_ORDER)
+        self._chosen: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the program, which the first call compiles."""
+        return (self._chosen or self._choose(*args))(*args)
+
+    def trace(self, *args: Any) -> Any:
+        """Traces the function for these shapes."""
+        return self._choose(*args).trace(*args)
+
+    def _cache_size(self) -> int:  # As that of a `jax.jit`, for tests.
+        return self.any_order._cache_size() + self.in_order._cache_size()
+
+    def _choose(self, *args: Any) -> Any:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        if traced or jax.config.jax_disable_jit:
+            return self.any_order  # Options are those of the program around it.
+        if self._chosen is None:
+            jaxpr = self.any_order.trace(*args).jaxpr.jaxpr
+            self._chosen = self.in_order if operations(jaxpr) < FEW else self.any_order
+        return self._chosen
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from haiku_template.data.dataset import host_memory
 from haiku_template.data.staging import why_not_staged
 from haiku_template.devices import describe
 from haiku_template.devices.layout import device_bytes
-from haiku_template.devices.programs import CONVOLUTION, operations
+from haiku_template.devices.operations import CONVOLUTION, operations
 from haiku_template.errors import ConfigError
 from haiku_template.models import remat, repeated_blocks
 from haiku_template.params import leaves_by_path

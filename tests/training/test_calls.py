@@ -24,8 +24,8 @@ from haiku_template.data import (
     EvaluationSet,
     bucketed,
 )
+from haiku_template.devices.operations import operations
 from haiku_template.devices.processes import Processes
-from haiku_template.devices.programs import operations
 from haiku_template.devices.transfer import own_rows
 from haiku_template.errors import (
     ConfigError,

@@ -1,47 +1,13 @@
-"""Programs of one CPU: few operations are not handed from thread to thread."""
+"""Floating-point operations of a program, counted in its jaxpr."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.extend.core import jaxprs_in_params
 
 # In names of primitives whose work is not seen in a jaxpr.
 UNCOUNTED = ("ragged_dot", "window", "fft", "attention", "pallas", "ffi_call")
-FEW = 1.6e7  # Floating-point operations of a step that one thread makes sooner.
 CONVOLUTION = 8  # Times what a product's operation takes, of small ones on CPUs.
-IN_ORDER = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-
-
-class Program:
-    """A `jax.jit` of a function that is traced once, and compiled by its operations."""
-
-    # Why: docs/decisions/devices.md#in-order
-    def __init__(self, run: Callable[..., Any], **options: Any) -> None:
-        self.any_order = jax.jit(run, **options)
-        self.in_order = jax.jit(run, **options, compiler_options=IN_ORDER)
-        self._chosen: Any = None
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the program, which the first call compiles."""
-        return (self._chosen or self._choose(*args))(*args)
-
-    def trace(self, *args: Any) -> Any:
-        """Traces the function for these shapes."""
-        return self._choose(*args).trace(*args)
-
-    def _cache_size(self) -> int:  # As that of a `jax.jit`, for tests.
-        return self.any_order._cache_size() + self.in_order._cache_size()
-
-    def _choose(self, *args: Any) -> Any:
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-        if traced or jax.config.jax_disable_jit:
-            return self.any_order  # Options are those of the program around it.
-        if self._chosen is None:
-            jaxpr = self.any_order.trace(*args).jaxpr.jaxpr
-            self._chosen = self.in_order if operations(jaxpr) < FEW else self.any_order
-        return self._chosen
 
 
 def operations(jaxpr: Any, convolution: float = CONVOLUTION) -> float:
