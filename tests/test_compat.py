@@ -211,7 +211,7 @@ MISSED = {
         "write jax.tree.map; or config.compat = True puts it back",
     ),
     "a name that nothing replaces": (
-        "jax.core.is_constant_dim(3)",
+        "jax.core.typecheck(0, 1)",
         "nothing replaces it; but config.compat = True puts it back",
     ),
     "the keyword of a class": (
