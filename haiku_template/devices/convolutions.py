@@ -18,17 +18,20 @@ def install() -> None:
 
     Numbers stay what they are. A JAX without the names that this needs stays as it is.
     """
-    internal = getattr(jax, "_src", None)
-    rules = getattr(internal.interpreters.mlir, "_platform_specific_lowerings", {})
-    entry = rules.get("cpu", {}).get(CONVOLUTION)
-    if entry is None or hasattr(entry.rule, "original"):
+    try:
+        rules = jax._src.interpreters.mlir._platform_specific_lowerings
+        entry = rules["cpu"][CONVOLUTION]
+        rule = entry.rule
+    except (AttributeError, KeyError):
+        return
+    if hasattr(rule, "original"):
         return
 
     def lower(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
         numbers, canonical = params["dimension_numbers"], _canonical(lhs.type.rank)
         # Those of groups are slower in that order: depthwise ones 20 times.
         if numbers == canonical or params["feature_group_count"] > 1:
-            return entry.rule(ctx, lhs, rhs, **params)
+            return rule(ctx, lhs, rhs, **params)
         return in_order(ctx, lhs, rhs, **params)
 
     lower.original = entry

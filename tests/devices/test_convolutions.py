@@ -165,7 +165,16 @@ def test_a_second_call_registers_nothing():
     assert rules[CONVOLUTION] is before
 
 
-def test_a_jax_without_the_names_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr(mlir, "_platform_specific_lowerings", {"cpu": {}})
+@pytest.mark.parametrize("rules", [None, {}, {"cpu": {}}, {"cpu": {CONVOLUTION: 0}}])
+def test_a_jax_without_the_names_is_left_as_it_is(monkeypatch, rules):
+    monkeypatch.setattr(mlir, "_platform_specific_lowerings", rules)
+    if rules is None:
+        monkeypatch.delattr(mlir, "_platform_specific_lowerings")
+    before = str(rules)
     convolutions.install()
-    assert mlir._platform_specific_lowerings == {"cpu": {}}
+    assert str(rules) == before
+
+
+def test_a_jax_without_internal_modules_is_left_as_it_is(monkeypatch):
+    monkeypatch.delattr(jax, "_src")
+    convolutions.install()

@@ -325,7 +325,7 @@ def test_operations_of_convolutions_are_about_those_that_xla_counts():
     ids=["groups", "depthwise", "batch groups", "three dimensions"],
 )
 def test_slow_convolutions_are_never_few_operations(traced):
-    """Fifty of one took over two seconds, in which no signal is heard."""
+    """Fifty of one take half a second or more, in which no signal is heard."""
     assert operations(traced.jaxpr.jaxpr) == math.inf
 
 
