@@ -386,6 +386,7 @@ def _repeat(
     Its body does not depend on `count`: steps have the same bits in any call.
     """
     # Why: docs/decisions/training.md#calls
+    step = jax.jit(step, inline=True)  # Traced once, for its shapes and for the loop.
     _, row = jax.eval_shape(step, state, *args)
     # XLA's CPU compiler copies the whole of an array whose rows are smaller, each time.
     tables = tuple(
