@@ -7,8 +7,8 @@ script, below, has its model, optimizer and batch, compiles the first parameters
 step by `jax.jit`, and has nothing of this package, but imports the third-party modules
 that the command has imported by then. Both are new processes, in turns, each with a
 persistent compilation cache of its own, the command's by its own default: the first
-round finds it empty and is told apart. Both keep Python's bytecode, as installed packages
-do. The clock stops at the line with the first loss.
+round finds it empty and is told apart. Both keep Python's bytecode, as installed
+packages do. The clock stops at the line with the first loss.
 """
 
 import os

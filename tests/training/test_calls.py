@@ -385,6 +385,22 @@ def test_no_buffer_of_a_call_is_copied_whole_in_each_step(one_device):
     assert counts[50] == counts[1000]
 
 
+def test_the_step_of_a_call_is_traced_once(devices):
+    """A start waits for each trace: of a deep model it takes seconds."""
+    traced = []
+
+    def counted(outputs, batch, axis_name):
+        traced.append(axis_name)
+        return classification.values(outputs, batch)
+
+    trainer = changed(made(devices, "mlp", 50), task=counted)
+    shapes = trainer.feed.host_shapes()[0]
+    traced.clear()  # Of evaluation.
+    trainer.trace(shapes)
+    trainer.trace(shapes).lower()
+    assert traced == [devices.axis_name]
+
+
 def test_a_subclass_with_other_batches_is_not_gathered_past_them(one_device):
     class Doubled(ArrayDataset):
         def batch(self, step):
