@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ ROWS = 20  # Of parameters on the screen.
 UNSHOWN = ("grad_norm", "learning_rate", "loss_scale", "skipped_steps")
 FOLDED = 8  # Columns of a terminal that a folded column of a table has, at least.
 WIDTH = 120  # Columns of tables in files and pipes.
+INDENT = 10 * " "  # Of a line's further rows, below what follows its first word.
 NUMBERS = ("parameters", "share", "bytes", "size")  # Columns that are justified right.
 # Parts of a step's time in the loop's thread, which add up to it.
 PARTS = {
@@ -131,6 +133,8 @@ class Display:
         """Prints texts and tables; of a pair one is for the screen, one for the log."""
         for line in lines:
             brief, full = line if isinstance(line, tuple) else (line, line)
+            if isinstance(brief, str) and self._screen.is_terminal:
+                brief = _in_width(brief, self._screen.width)
             self._show(self._put, brief)
             self._log.print(full)
 
@@ -180,6 +184,17 @@ class Display:
         """Reports evaluation metrics as a line."""
         numbers = _numbers(metrics, "eval/")
         self.print(f"step {step:>6}/{self.num_steps}  eval {numbers}")
+
+
+def _in_width(text: str, width: int) -> str:
+    """Breaks lines at spaces, where a terminal would break them inside of words."""
+    wrapper = textwrap.TextWrapper(
+        width,
+        subsequent_indent=INDENT,
+        break_long_words=False,  # Of a path, which is copied.
+        break_on_hyphens=False,
+    )
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def _handlers() -> list[Any]:

@@ -48,6 +48,24 @@ def test_eighty_columns_show_the_bar_and_what_bounds_the_run(tmp_path, step):
         assert words in text, text
 
 
+def test_a_terminal_does_not_break_lines_inside_words(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "/runs/" + 90 * "x"
+    batch = "batch     128 examples, 128 on each device, 50 steps a call; 400 steps = "
+    with display.Display(tmp_path, 3) as live:
+        live.print(batch + "35.63 epochs", f"workdir   {path}, resumed", "a\n  b")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).splitlines()
+    assert 10 * " " + "epochs" in lines
+    assert f"{10 * ' '}{path}," in lines  # Copied as one word.
+    assert [x for x in lines if len(x) > 80] == [f"{10 * ' '}{path},"]
+    assert "  b" in lines
+    assert batch + "35.63 epochs" in (tmp_path / display.LOG).read_text()
+
+
 def test_the_bar_is_not_drawn_again_below_the_last_line(
     tmp_path, monkeypatch, one_device
 ):
