@@ -174,12 +174,11 @@ class DeviceManager(NamedTuple):
         their memory in place, so never write to it again. `PlacementError`: n does not
         divide B, or a leaf is on a device already, or does not fit JAX's dtype.
         """
-        self.check_batch_size(transfer.check_host_batch(batch) * self.processes.count)
-        batch = transfer.fitting(batch)
-        with transfer.COPYING, self.ledger.timed("to_devices"):
+        rows, size, batch = transfer.host_batch(batch)
+        self.check_batch_size(rows * self.processes.count)
+        with transfer.COPYING, self.ledger.timed("to_devices", bytes_to_devices=size):
             arrays = transfer.device_put_batch(batch, self.devices, self.everyone)
             jax.block_until_ready(arrays)
-        self.ledger.add("bytes_to_devices", tree_bytes(arrays))
         return arrays
 
     def abstract_batch(self, batch: Any) -> Any:

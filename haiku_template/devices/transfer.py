@@ -214,6 +214,20 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return memory[first : first + size].view(dtype).reshape(shape)
 
 
+def host_batch(batch: Any) -> tuple[int, int, Any]:
+    """Rows and bytes of a batch in host memory, and the batch in JAX's dtypes.
+
+    Raises as `check_host_batch` and `fitting`.
+    """
+    leaves = jax.tree.leaves(batch)
+    plain = [x for x in leaves if type(x) is np.ndarray and x.dtype in SAME_IN_JAX]
+    shapes = {x.shape[:1] for x in plain}
+    if len(plain) < len(leaves) or len(shapes) != 1 or shapes == {()}:
+        shapes, batch = {(check_host_batch(batch),)}, fitting(batch)
+        plain = [*map(np.asarray, jax.tree.leaves(batch))]
+    return shapes.pop()[0], sum(x.nbytes for x in plain), batch
+
+
 def check_host_batch(batch: Any, subject: str = "the batch") -> int:
     """Rows of a batch in host memory; `subject` begins the message.
 
@@ -408,13 +422,16 @@ class Ledger:  # Why: docs/decisions/devices.md#ledger
             self._totals[name] += amount
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds that a block takes."""
+    def timed(self, name: str, **amounts: float) -> Iterator[None]:
+        """Adds the seconds that a block takes, and other amounts of it by name."""
         start = time.perf_counter() - COMPILED["compilation"]
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - COMPILED["compilation"] - start)
+            amounts[name] = time.perf_counter() - COMPILED["compilation"] - start
+            with self._lock:
+                for key, amount in amounts.items():
+                    self._totals[key] += amount
 
     def totals(self) -> Counter[str]:
         """Totals by name; one that was never entered counts as 0."""
