@@ -32,9 +32,13 @@ EVERY = {"log_every": 3, "eval_every": 4, "save_every": 4}
 
 
 def net(inputs, is_training):
-    """Three convolutions with BatchNorm, and a matrix that is too large to pack."""
-    for width in (8, 16, 16):
-        inputs = hk.Conv2D(width, 3)(inputs)
+    """Convolutions with BatchNorm, and a matrix that is too large to pack.
+
+    They have no biases: before a norm their gradients are rounding alone, of which Adam
+    makes whole updates.
+    """
+    for width in (8, 16, 16, 4):
+        inputs = hk.Conv2D(width, 3, with_bias=False)(inputs)
         inputs = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(inputs, is_training))
     inputs = hk.Linear(72)(hk.Flatten()(inputs))
     return hk.Linear(3)(hk.dropout(hk.next_rng_key(), 0.1 * is_training, inputs))
