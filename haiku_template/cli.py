@@ -381,7 +381,7 @@ def _end(error: BaseException) -> None:
     with contextlib.suppress(OSError):  # Its reader may be gone.
         sys.stdout.flush()
     said = "; ".join(filter(None, (sentence, advice)))
-    print(f"error: {said}", file=sys.stderr, flush=True)
+    signals.say(f"error: {said}")
     alone = several and not isinstance(error, Interrupted)
     if alone or code == StorageError.exit_code:
         os._exit(code)  # Without waiting for threads that write.
@@ -401,8 +401,21 @@ def _unseen(error: BaseException) -> ConfigError | None:
 
 def _of_a_user(error: BaseException) -> Exception | None:
     """Error that says what a user can mend, or None."""
-    known = _unseen(error) or _no_choice(error) or _unprinted(error)
+    known = _nowhere(error) or _unseen(error) or _no_choice(error) or _unprinted(error)
     return known or memory_full(error)
+
+
+def _nowhere(error: BaseException) -> ConfigError | None:
+    """Says that the current directory is gone, which an error of a path does not."""
+    if any(isinstance(x, FileNotFoundError) for x in (error, error.__cause__)):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return ConfigError(
+                "the current directory was removed, or made anew under its name; "
+                'cd "$PWD" enters it again'
+            )
+    return None
 
 
 def _unprinted(error: BaseException) -> StorageError | None:

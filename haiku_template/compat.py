@@ -257,12 +257,12 @@ def run(script: str, arguments: list[str]) -> None:
 def main() -> int:
     """Runs the script that the command line names; returns the exit code."""
     arguments = sys.argv[1:]
+    usage = "python -m haiku_template.compat old_script.py ARGS"
     if arguments[:1] in (["-h"], ["--help"]):
-        print(__doc__)
+        print(__doc__ or usage)  # None by `python -OO`.
         return 0
     if not arguments or not os.path.isfile(arguments[0]):
         fault = f"{arguments[0]} cannot be read" if arguments else "a script is needed"
-        usage = "python -m haiku_template.compat old_script.py ARGS"
         print(f"error: {fault}; possible is {usage}", file=sys.stderr)
         return 64
     run(arguments[0], arguments[1:])

@@ -19,7 +19,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from haiku_template import shipped
+from haiku_template import shipped, signals
 from haiku_template.bounded import exists
 
 
@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
+    signals.say(f"error: {sentence}")
     return 64
 
 

@@ -108,7 +108,7 @@ def _train_here(members: list[Member]) -> dict[str, int]:
             is_own = full or (isinstance(error, OF_A_RUN) and not is_others)
             if FLAGS.only is not None or not is_own:
                 raise
-            print(f"error: {name}: {full or error}", file=sys.stderr, flush=True)
+            signals.say(f"error: {name}: {full or error}")
             codes[name] = (full or error).exit_code
         if not state:
             jax.clear_caches()  # Programs of this run; what they hold on devices.

@@ -88,7 +88,8 @@ def visible_cards() -> list[str]:
 
 def say(words: str) -> None:
     """Prints a line beside those of the processes."""
-    print(words, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # Nobody may read it: the processes go on.
+        os.write(2, f"{words}\n".encode())
 
 
 def checkpoints(command: list[str]) -> Path | None:
@@ -237,7 +238,8 @@ def why_not(fruitless: int, times: list[float], restarts: int) -> str:
 
 def main() -> None:
     """Parses the arguments, starts the processes and waits for them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    text = __doc__ or ""  # None by `python -OO`.
+    parser = argparse.ArgumentParser(description=text.split("\n")[0])
     parser.add_argument("--processes", required=True, help="a number, or per_device")
     parser.add_argument("--restarts", type=int, default=0, help="so many an hour")
     parser.add_argument("command", nargs=argparse.REMAINDER)

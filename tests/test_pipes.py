@@ -37,9 +37,9 @@ def test_help_and_lists_end_quietly(name):
     assert done.stderr == ""
 
 
-def printed(where, module, *words):
+def printed(where, module, *words, flag="-m"):
     """Runs a command whose standard output is closed, or on a disk that is full."""
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, *[flag] * bool(flag), module, *words]
     shell = ["sh", "-c", f'exec "$@" {where}', "sh", *command]
     environ = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.run(
@@ -80,6 +80,27 @@ def test_a_closed_output_is_none(workdir, tmp_path, name):
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
+SAYING = r"""
+import contextlib, os, time
+from haiku_template import cli, signals
+
+def main():
+    for file in (1, 2):
+        with contextlib.suppress(OSError):
+            os.write(file, b"\n")  # Was heard as SIGUSR1, whose number it is.
+    time.sleep(signals.PATIENCE + 1)
+
+{}
+"""
+
+
+@pytest.mark.parametrize("run", ["cli.run(main)", "signals.watch(); main()"])
+def test_what_libraries_say_on_a_closed_file_is_in_no_other(run):
+    code = SAYING.format(f"signals.install(); {run}")
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(shell, cwd=ROOT, timeout=200, check=False).returncode == 0
+
+
 def test_the_doctor_takes_a_closed_output_and_a_full_disk():
     assert printed(">&-", "jax_doctor", "--device=cpu").returncode == 0
     done = printed(">/dev/full", "jax_doctor", "--device=cpu")
@@ -106,6 +127,60 @@ cli.run(main)
 def test_the_sentence_and_the_code_of_an_error_stay():
     done = unread(FAILING, flag="-c")
     assert (done.returncode, done.stderr) == (64, "error: a sentence\n")
+
+
+FULL = ["2>/dev/full", ">/dev/full 2>&1"]
+
+
+@pytest.mark.parametrize("where", FULL)
+def test_an_error_that_a_full_disk_does_not_take_has_its_exit_code(where):
+    code = FAILING.replace('print("a line")', "logging.warning(0)")
+    done = printed(where, f"from absl import logging\n{code}", flag="-c")
+    assert (done.returncode, done.stderr) == (64, "")
+
+
+UNREAD = {
+    "cli.run": ["-c", FAILING.replace('"a line"', 'end=""')],
+    "new": ["-m", "haiku_template.new", "--notebooks=/dev/null/x"],
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_an_error_that_nobody_reads_has_its_exit_code(name):
+    """Such as of `train 2>&1 | tee log` where tee is gone: 0 said that it was done."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *UNREAD[name]]
+    done = subprocess.run(command, stdout=writer, stderr=writer, cwd=ROOT, timeout=200)
+    os.close(writer)
+    assert done.returncode == 64
+
+
+def test_a_current_directory_that_is_gone_is_said(tmp_path):
+    code = FAILING.replace('print("a line")', "os.rmdir(os.getcwd()); open('a')")
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os\n{code}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=200,
+    )
+    assert done.returncode == 64 and "current directory was removed" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_docstrings_commands_have_a_help():
+    for command in (["-m", "haiku_template.compat"], ["launch/local.py"]):
+        command = [sys.executable, "-OO", *command, "--help"]
+        assert b"None" not in subprocess.check_output(command, cwd=ROOT, timeout=200)
+
+
+def test_a_launcher_goes_on_where_nobody_reads_what_it_says():
+    """A restart was said to a full disk: the launcher ended in an OSError, with 1."""
+    words = ["--processes=1", "--restarts=1", "--", "sh", "-c", "exit 75"]
+    done = printed("2>/dev/full", "launch/local.py", *words, flag="")
+    assert done.returncode == 75
 
 
 @pytest.fixture(scope="module")

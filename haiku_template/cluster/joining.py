@@ -134,7 +134,7 @@ def _leave_at_exit() -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     if fault:
-        print(f"error: {fault}", file=sys.stderr, flush=True)
+        signals.say(f"error: {fault}")
         os._exit(fault.exit_code)
     os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
@@ -199,7 +199,7 @@ def ended(error: SystemExit) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     if not isinstance(error.code, int | None):  # Python prints what is no number.
-        print(error.code, file=sys.stderr, flush=True)
+        signals.say(str(error.code))
     os._exit(code & 0xFF)
 
 
