@@ -8,6 +8,7 @@ import _thread
 import atexit
 import contextlib
 import errno
+import io
 import os
 import select
 import signal
@@ -168,6 +169,8 @@ def closed_pipes() -> Iterator[None]:
     fill_standard_files()
     if sys.stdout is None:  # As `>&-` leaves it: what prints needs a file.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until this process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):  # No letter ends a run for its name.
+        sys.stdout.reconfigure(errors="backslashreplace")  # As standard error does.
     try:  # Python makes an error of SIGPIPE, and another one as it ends.
         yield
     except BrokenPipeError:

@@ -139,6 +139,14 @@ def test_an_error_that_a_full_disk_does_not_take_has_its_exit_code(where):
     assert (done.returncode, done.stderr) == (64, "")
 
 
+def test_no_letter_of_what_is_printed_ends_a_command(monkeypatch):
+    """Such as of a workdir or a class, on a terminal that is not UTF-8."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code = FAILING.replace("a line", "\\xe4 \\udce4")
+    done = printed(">/dev/null", code, flag="-c")
+    assert (done.returncode, done.stderr) == (64, "error: a sentence\n")
+
+
 UNREAD = {
     "cli.run": ["-c", FAILING.replace('"a line"', 'end=""')],
     "new": ["-m", "haiku_template.new", "--notebooks=/dev/null/x"],

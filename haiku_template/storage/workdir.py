@@ -99,8 +99,7 @@ def check(workdir: Path, config: dict[str, Any], mirrored: bool = False) -> None
 
 def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> None:
     """Asserts what `check` does, under the lock."""
-    if glob.has_magic(str(workdir.absolute())) or "\\" in str(workdir.absolute()):
-        _refuse_path(workdir)
+    _check_whole_path(workdir)
     if exists(workdir) and not is_dir(workdir):
         raise ConfigError(f"--workdir={workdir} is a file; it must be a directory")
     if exported := sorted(path.name for path in workdir.glob("*.safetensors")):
@@ -112,13 +111,15 @@ def _check_contents(workdir: Path, config: dict[str, Any], mirrored: bool) -> No
         raise _of_others(workdir, names, UNKNOWN)
 
 
-def _refuse_path(workdir: Path) -> None:
+def _check_whole_path(workdir: Path) -> None:
+    """Raises `ConfigError` for a path that Orbax or TensorStore take for another."""
     check_path(workdir)
-    raise ConfigError(
-        f"--workdir={workdir.absolute()} has one of * ? [ in its path, which Orbax "
-        "takes for a pattern, and no checkpoint could be read; use another --workdir, "
-        "or a symbolic link to it"
-    )
+    if glob.has_magic(str(workdir.absolute())):
+        raise ConfigError(
+            f"--workdir={workdir.absolute()} has one of * ? [ in its path, which Orbax "
+            "takes for a pattern, and no checkpoint could be read; use another "
+            "--workdir, or a symbolic link to it"
+        )
 
 
 def _of_others(workdir: Path, names: list[str], reason: str) -> ConfigError:
@@ -126,8 +127,15 @@ def _of_others(workdir: Path, names: list[str], reason: str) -> ConfigError:
 
 
 def check_path(path: Path) -> None:
-    """Raises `ConfigError` for a path that TensorStore takes for another."""
-    if "\\" in str(path.absolute()):
+    """Raises `ConfigError` for a path that TensorStore takes for another, or none."""
+    text = str(path.absolute())
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(
+            f"{text!a} is not UTF-8, or the locale is not, and no array could be saved "
+            "or read there; rename the folder, or use a symbolic link to it, or "
+            "LC_ALL=C.UTF-8"
+        )
+    if "\\" in text:
         raise ConfigError(
             f"{path.absolute()} has a backslash, which TensorStore takes for /, and no "
             "array could be read there; rename the folder, or use a symbolic link to it"

@@ -62,6 +62,14 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused_at_the_start(tmp_path,
     assert not path.exists()
 
 
+def test_a_path_that_no_array_could_be_saved_in_is_refused(tmp_path):
+    """TensorStore takes UTF-8 alone: the saves failed when there was much to lose."""
+    path = tmp_path / os.fsdecode("läufe".encode("latin-1"))
+    for use in (lambda: workdir.check(path, {}), lambda: restore(path, "latest", None)):
+        with pytest.raises(ConfigError, match="is not UTF-8"):
+            use()
+
+
 def test_the_first_save_is_read_back_before_it_is_trusted(tmp_path):
     directory = tmp_path / "lr[1e-3]"  # Where Orbax loses the arrays without a word.
     with (
