@@ -86,7 +86,7 @@ def watch() -> None:
     """
     if HEARERS:
         return
-    fill_standard_files()  # A script has its own.
+    _fill_standard_files()
     source, target = os.pipe()
     os.set_blocking(target, False)
     if (previous := signal.set_wakeup_fd(target, warn_on_full_buffer=False)) != -1:
@@ -136,7 +136,7 @@ def _leave_quietly(number: int, _: FrameType | None) -> None:
     os._exit(EXIT_CODES[number])
 
 
-def fill_standard_files() -> None:
+def _fill_standard_files() -> None:
     """Opens those of the files 0, 1 and 2 that are closed, as `2>&-` leaves them.
 
     Else the next files have their numbers, and what XLA says on 2 is written there.
@@ -147,26 +147,14 @@ def fill_standard_files() -> None:
 
 
 def say(line: str) -> None:
-    """Prints a line, if it is one, on standard error.
-
-    Where it cannot be written, as on a full disk, nothing ends otherwise for that.
-    """
-    try:
-        print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            _to_nowhere(sys.stderr)
-
-
-def _to_nowhere(stream: Any) -> None:
-    """Gives what cannot be written to nobody; Python tries again as it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    """Prints a line on standard error; nothing ends otherwise where it cannot."""
+    with contextlib.suppress(OSError, ValueError):  # A full disk; nobody reads it.
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def closed_pipes() -> Iterator[None]:
     """Context of a command: one that prints to who reads no more ends quietly."""
-    fill_standard_files()
     if sys.stdout is None:  # As `>&-` leaves it: what prints needs a file.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until this process ends
     if isinstance(sys.stdout, io.TextIOWrapper):  # No letter ends a run for its name.
@@ -182,7 +170,6 @@ def closed_pipes() -> Iterator[None]:
             print(end="", flush=True)
         except (OSError, ValueError):
             _output_is_lost()
-        say("")  # What a logger could not write would make the exit code 120.
 
 
 def is_of_output(error: OSError) -> bool:
@@ -193,7 +180,7 @@ def is_of_output(error: OSError) -> bool:
         os.write(sys.stdout.fileno(), b"\n")
     except (OSError, ValueError) as again:  # A ValueError's is of no file.
         if getattr(again, "errno", None) == error.errno:
-            _to_nowhere(sys.stdout)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return True
     return False
 
@@ -210,7 +197,7 @@ def _output_is_lost() -> bool:
     except (AttributeError, OSError, ValueError):  # It is none, or no file.
         return False
     if is_gone:
-        _to_nowhere(sys.stdout)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return is_gone
 
 

@@ -186,9 +186,9 @@ def test_without_docstrings_commands_have_a_help():
 
 def test_a_launcher_goes_on_where_nobody_reads_what_it_says():
     """A restart was said to a full disk: the launcher ended in an OSError, with 1."""
-    words = ["--processes=1", "--restarts=1", "--", "sh", "-c", "exit 75"]
+    words = ["--processes=1", "--restarts=1", "--", "sh", "-c", "exit 76"]
     done = printed("2>/dev/full", "launch/local.py", *words, flag="")
-    assert done.returncode == 75
+    assert done.returncode == 76
 
 
 @pytest.fixture(scope="module")
