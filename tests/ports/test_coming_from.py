@@ -122,6 +122,11 @@ def test_what_a_row_says_is_there(row):
     assert names or here.startswith("a value in the dictionary"), here
 
 
+# Words of others that are no one key here.
+NO_KEY = {"experiment_kwargs", "best_model_eval_metric_higher_is_better", "mode"}
+NO_KEY |= {"strategy", "optimizer", "loss", "metrics", "restore_best_weights"}
+
+
 def keywords(cell):
     """Words of a program of others: keyword arguments, and keys of a config."""
     for text in quoted(cell):
@@ -138,6 +143,8 @@ def test_a_row_agrees_with_what_the_commands_answer(row):
         elif word in cli.OTHER_FLAGS:
             flag = cli.OTHER_FLAGS[word].partition("=")[0].partition(" ")[0]
             assert flag in here or "resumes" in cli.OTHER_FLAGS[word], word
+        elif "`config." in here:  # A command is to answer with the key, too.
+            assert word in (*NO_KEY, *config.default_config()), word
 
 
 def test_the_tables_are_whole():
