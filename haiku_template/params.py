@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import haiku as hk
@@ -49,13 +49,14 @@ def path_of(keys: Any) -> str:
 
 
 def in_dictionaries(tree: Any) -> Any:
-    """Converts named tuples and registered dataclasses, for formats without them."""
+    """Converts named tuples and registered classes, for formats without them."""
     one_level = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
     fields = {keys[0]: in_dictionaries(x) for keys, x in one_level if keys}
     if not one_level and (hasattr(tree, "_fields") or dataclasses.is_dataclass(tree)):
         return {}
-    if fields and all(hasattr(key, "name") for key in fields):
-        return {key.name: x for key, x in fields.items()}
+    is_named = all(hasattr(key, "name") for key in fields)
+    if fields and (is_named or not isinstance(tree, Mapping | list | tuple)):
+        return {path_of((key,)): x for key, x in fields.items()}
     return jax.tree.map(
         lambda x: x if x is tree else in_dictionaries(x),
         tree,

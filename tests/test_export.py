@@ -399,6 +399,30 @@ def test_trees_are_in_dictionaries_whatever_they_hold():
     assert in_dictionaries(7) == 7 and in_dictionaries(None) is None
 
 
+@jax.tree_util.register_pytree_node_class
+class Probe:
+    """A tree whose branches have no names, as of CLRS's data points."""
+
+    def __init__(self, name, data):
+        self.name, self.data = name, data
+
+    def tree_flatten(self):
+        return (self.data,), (self.name,)
+
+    @classmethod
+    def tree_unflatten(cls, names, data):
+        return cls(*names, *data)
+
+
+def test_a_tree_without_names_is_exported_by_numbers():
+    pytest.importorskip("flatbuffers")
+    inputs = [Probe("pos", np.ones((3, 5), np.float32))]
+    twice = lambda x: Probe("out", x[0].data * 2)  # noqa: E731
+    _, serialized = export_forward(twice, inputs)
+    found = jax.export.deserialize(bytearray(serialized)).call([{"0": inputs[0].data}])
+    np.testing.assert_array_equal(found["0"], np.full((3, 5), 2))
+
+
 def test_an_error_without_words_has_its_class(tmp_path):
     def forward(inputs):
         if not isinstance(inputs.shape[0], int):

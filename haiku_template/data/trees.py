@@ -1,12 +1,19 @@
-"""Trees of arrays, such as batches, walked without JAX, which knows more kinds.
+"""Trees of arrays, such as batches, walked without JAX.
 
 Why: docs/decisions/data.md#trees
-A tree is a dictionary, list, tuple, named tuple or dataclass of trees, None, or a leaf.
+A tree is a dictionary, list, tuple, named tuple or dataclass of trees, None, a leaf, or
+what is registered with JAX, by a program that imports it.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
+
+# What JAX need not be asked about.
+PLAIN = {list, tuple, type(None), np.ndarray, np.memmap, str, bytes, bool, int, float}
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
@@ -14,9 +21,30 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
     branch = lambda name, x: map_leaves(function, x, f"{path}/{name}".lstrip("/"))  # noqa: E731
     if type(tree) is dict:
         return {name: branch(name, inner) for name, inner in tree.items()}
+    if type(tree) not in PLAIN and (node := _registered(tree)):
+        names, branches, join = node
+        return join([*map(branch, names, branches)])
     kinds = Mapping | list | tuple | None
     is_tree = isinstance(tree, kinds) or dataclasses.is_dataclass(tree)
     return _mapped(branch, tree) if is_tree else function(path, tree)
+
+
+def _registered(tree: Any) -> Any:
+    """Names, branches and the way back of a tree that JAX knows; None for others.
+
+    Mappings become dictionaries, as which they are batches, and chex's dataclasses not.
+    """
+    is_mapping = isinstance(tree, Mapping) and not dataclasses.is_dataclass(tree)
+    jax = sys.modules.get("jax")
+    if is_mapping or not hasattr(jax, "tree_util"):
+        return None
+    one_level = lambda x: x is not tree  # noqa: E731
+    branches, kind = jax.tree_util.tree_flatten_with_path(tree, one_level)
+    paths = [keys for keys, _ in branches]
+    if paths == [()]:  # A leaf.
+        return None
+    names = [jax.tree_util.keystr(keys, simple=True) for keys in paths]
+    return names, [x for _, x in branches], kind.unflatten
 
 
 def _mapped(branch: Callable[[Any, Any], Any], tree: Any) -> Any:
@@ -39,7 +67,7 @@ def _mapped(branch: Callable[[Any, Any], Any], tree: Any) -> Any:
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Leaves of a tree by path, "" for one that is a leaf itself."""
     leaves: dict[str, Any] = {}
-    map_leaves(leaves.__setitem__, tree)
+    map_leaves(leaves.setdefault, tree)  # Which returns the leaf.
     return leaves
 
 

@@ -207,8 +207,10 @@ class Feed:
             rows = self._own(self._next(step))
             if step != self._passed:  # Which may have waited for the loop.
                 self._seconds.append(time.monotonic() - begun)
-            if _kinds(rows) != self._kinds:
+            if (kinds := _kinds(rows)) != self._kinds:
                 _check_alike(self._example, rows, step)
+                if self.stack > 1 and kinds[0] != self._kinds[0]:
+                    raise _other_structure(kinds[0], self._kinds[0], step)
             return rows if gathers(self._source) else detached(rows)
 
     def read(self, step: int) -> Any:
@@ -330,6 +332,14 @@ def _other_shape(batch: Any, first: Any, step: int) -> ConfigError:
         f"{path} has shape {list(new[path].shape)} in the batch of step {step + 1} and "
         f"{list(old[path].shape)} in the first; with config.steps_per_call above 1 all "
         "batches have one shape"
+    )
+
+
+def _other_structure(new: Any, first: Any, step: int) -> ConfigError:
+    return ConfigError(
+        f"the batch of step {step + 1} is a {new}, and the first a {first}: what is no "
+        "array differs, as a name; with config.steps_per_call above 1 all batches have "
+        "one structure"
     )
 
 

@@ -1,6 +1,8 @@
 """Batches of other libraries: exact where they have random access, else read again."""
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -13,6 +15,7 @@ import pytest
 from test_dataset import assert_same, grain_pipeline, read_labels
 
 from haiku_template.data import GrainDataset, from_iterator
+from haiku_template.data.worker import digests
 from haiku_template.errors import ConfigError
 from haiku_template.training.feed import Prefetcher
 
@@ -28,6 +31,31 @@ class Passes:
         for i in range(5):
             self.read[-1] += 1
             yield {"inputs": np.full((4, 2), i, np.float32), "labels": np.full(4, i)}
+
+
+@jax.tree_util.register_pytree_node_class
+class Probe:
+    """An array and its name, as of CLRS's data points: a tree to JAX alone."""
+
+    def __init__(self, name, data):
+        self.name, self.data = name, data
+
+    def tree_flatten(self):
+        return (self.data,), (self.name,)
+
+    @classmethod
+    def tree_unflatten(cls, names, data):
+        return cls(*names, *data)
+
+
+# Its name is no array, which only JAX has been told.
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["name"]
+)
+@dataclasses.dataclass
+class Named:
+    name: str
+    data: np.ndarray
 
 
 class Tensor:
@@ -232,3 +260,20 @@ def test_a_loader_that_is_returned_again_is_iterated_once_an_epoch():
     data = from_iterator(lambda: loader)
     numbers = [int(data.batch(step)["inputs"][0]) for step in range(6)]
     assert numbers == [0, 1, 10, 11, 20, 21]
+
+
+@pytest.mark.parametrize("kind", [Probe, Named])
+def test_what_jax_alone_knows_as_a_tree_is_a_batch(kind):
+    buffer = np.zeros((4, 2), np.float32)
+
+    def make():
+        for i in range(3):
+            buffer[:] = i
+            yield {"inputs": [kind("pos", buffer)]}
+
+    dataset = from_iterator(make)
+    read = [dataset.batch(step)["inputs"][0] for step in (0, 1, 2, 0)]
+    assert [x.name for x in read] == ["pos"] * 4
+    assert [x.data.max() for x in read] == [0, 1, 2, 0]
+    bits = [[*digests({"inputs": [x]}).values()] for x in read]  # Workers compare them.
+    assert bits[0] == bits[3] and bits[0] != bits[1]

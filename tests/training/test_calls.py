@@ -1,6 +1,7 @@
 """Several steps in one call of the devices: the same run, step for step."""
 
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -223,6 +224,39 @@ def test_batches_of_other_shapes_are_refused_by_name(tmp_path, one_device):
         ConfigError, match="steps_per_call=7 needs batches of one shape"
     ):
         changed(made(one_device, "mlp", 7), data=data, model=model, task=own_loss)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["name"]
+)
+@dataclasses.dataclass
+class Probe:
+    """An array whose name is part of the tree, as CLRS's data points."""
+
+    name: str
+    data: np.ndarray
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_names_in_a_batch_are_those_of_each_step(tmp_path, one_device, count):
+    class Named:
+        def batch(self, step):
+            return Probe(("even", "odd")[step % 2], np.ones((8, 2), np.float32))
+
+    def model(probe):
+        hk.get_parameter("w", [], init=jnp.ones)
+        return probe.data[:, 0] * (probe.name == "odd")
+
+    changes = {"data": Data(Named(), None), "model": hk.transform(model)}
+    trainer = changed(made(one_device, "mlp", count), task=own_loss, **changes)
+    options = {"num_steps": 4, "workdir": tmp_path / "run", "log_every": 1}
+    if count > 1:  # Its steps would all be those of the first name.
+        with pytest.raises(ConfigError, match=r"step 2 is a .*'odd'.*one structure"):
+            train(trainer, **options)
+        return
+    train(trainer, **options)
+    losses = [line["train/loss"] for line in lines(tmp_path / "run")]
+    assert losses == [0, 1, 0, 1]
 
 
 def test_the_budget_counts_the_batches_of_a_call(one_device):
