@@ -189,8 +189,10 @@ class Display:
 def _in_width(text: str, width: int) -> str:
     """Breaks lines at spaces, where a terminal would break them inside of words."""
     wrapper = textwrap.TextWrapper(
-        width,
+        max(width, 2 * len(INDENT)),  # COLUMNS=0 is one, too.
         subsequent_indent=INDENT,
+        expand_tabs=False,
+        replace_whitespace=False,
         break_long_words=False,  # Of a path, which is copied.
         break_on_hyphens=False,
     )

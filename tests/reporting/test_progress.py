@@ -66,6 +66,14 @@ def test_a_terminal_does_not_break_lines_inside_words(tmp_path, monkeypatch):
     assert batch + "35.63 epochs" in (tmp_path / display.LOG).read_text()
 
 
+@pytest.mark.parametrize("width", [0, 1, 80])
+def test_lines_of_any_terminal_are_broken_at_spaces_alone(width):
+    text = f"batch     {12 * 'words '}and /a/{90 * 'x'}\n\tas it is"
+    lines = display._in_width(text, width).split("\n")
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert lines[0].startswith("batch     words") and lines[-1] == "\tas it is"
+
+
 def test_the_bar_is_not_drawn_again_below_the_last_line(
     tmp_path, monkeypatch, one_device
 ):
