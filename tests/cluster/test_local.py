@@ -242,7 +242,7 @@ def test_starts_that_save_nothing_new_are_not_repeated(tmp_path, saves, tries):
 
 
 def test_restarts_are_counted_by_the_hour_of_a_clock_that_nobody_sets(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capfd
 ):
     """C46: two an hour are fewer than three, and one more a second later is not."""
     now, pauses, steps = [0.0], [], iter(range(99))
@@ -264,7 +264,7 @@ def test_restarts_are_counted_by_the_hour_of_a_clock_that_nobody_sets(
     monkeypatch.setattr(local, "threading", types.SimpleNamespace(Event=Event))
     assert local.run(["x"], [None], 3) == 69
     assert pauses == [1] * 9 and now[0] == 9 * 1500 + 1
-    assert "not started again: --restarts=3 within an hour" in capsys.readouterr().err
+    assert "not started again: --restarts=3 within an hour" in capfd.readouterr().err
 
 
 CARDS = """
@@ -312,7 +312,7 @@ def test_without_a_card_it_says_so(tmp_path, monkeypatch, visible):
     assert f"there are none by {where}; --processes=2 starts two" in said
 
 
-def test_a_driver_that_hangs_has_no_cards(tmp_path, monkeypatch, capsys):
+def test_a_driver_that_hangs_has_no_cards(tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 20\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -326,7 +326,7 @@ def test_a_driver_that_hangs_has_no_cards(tmp_path, monkeypatch, capsys):
         local.visible_cards()
     assert end.value.code == local.LOST and time.monotonic() - begun < 10
     said = "none by nvidia-smi, which gave no answer within 0.2 s; --processes=2"
-    assert said in capsys.readouterr().err
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--processes=0"], ["--processes=all"], []])
