@@ -1,4 +1,4 @@
-"""Runs that tests share: of commands, of steps, and of finished runs."""
+"""What tests share: runs of commands, of steps, finished ones; a tree of a batch."""
 
 import copy
 import dataclasses
@@ -90,3 +90,18 @@ def with_data(trainer, **sets):
 def changed(trainer, **parts):
     """The trainer of the same experiment with some of its parts changed."""
     return dataclasses.replace(trainer.experiment, **parts).trainer(trainer.devices)
+
+
+@jax.tree_util.register_pytree_node_class
+class Probe:
+    """An array and its name, as of CLRS's data points: a tree to JAX alone."""
+
+    def __init__(self, name, data):
+        self.name, self.data = name, data
+
+    def tree_flatten(self):
+        return (self.data,), (self.name,)
+
+    @classmethod
+    def tree_unflatten(cls, names, data):
+        return cls(*names, *data)

@@ -41,7 +41,7 @@ from haiku_template.training.trainer import with_state
 from haiku_text.huggingface import check_classes, describe
 from haiku_text.models import bert, gpt, multiply_out
 from haiku_text.models.gpt import PRESETS
-from tests.runs import run_command
+from tests.runs import Probe, run_command
 
 SIZES = {"width": 16, "num_layers": 1, "num_heads": 2, "context": 16}
 BERT = {"name": "bert", "vocab_size": 256, "mlp_width": 32, "dropout": 0.0} | SIZES
@@ -397,21 +397,6 @@ def test_trees_are_in_dictionaries_whatever_they_hold():
     there = {"a": {}, "b": ({"logits": 1, "inputs": [2, None]}, {})}
     assert in_dictionaries(tree) == there | {"c": {"nodes": 4, "edges": {}}}
     assert in_dictionaries(7) == 7 and in_dictionaries(None) is None
-
-
-@jax.tree_util.register_pytree_node_class
-class Probe:
-    """A tree whose branches have no names, as of CLRS's data points."""
-
-    def __init__(self, name, data):
-        self.name, self.data = name, data
-
-    def tree_flatten(self):
-        return (self.data,), (self.name,)
-
-    @classmethod
-    def tree_unflatten(cls, names, data):
-        return cls(*names, *data)
 
 
 def test_a_tree_without_names_is_exported_by_numbers():

@@ -18,6 +18,7 @@ from haiku_template.data import GrainDataset, from_iterator
 from haiku_template.data.worker import digests
 from haiku_template.errors import ConfigError
 from haiku_template.training.feed import Prefetcher
+from tests.runs import Probe
 
 
 class Passes:
@@ -31,21 +32,6 @@ class Passes:
         for i in range(5):
             self.read[-1] += 1
             yield {"inputs": np.full((4, 2), i, np.float32), "labels": np.full(4, i)}
-
-
-@jax.tree_util.register_pytree_node_class
-class Probe:
-    """An array and its name, as of CLRS's data points: a tree to JAX alone."""
-
-    def __init__(self, name, data):
-        self.name, self.data = name, data
-
-    def tree_flatten(self):
-        return (self.data,), (self.name,)
-
-    @classmethod
-    def tree_unflatten(cls, names, data):
-        return cls(*names, *data)
 
 
 # Its name is no array, which only JAX has been told.
