@@ -815,6 +815,7 @@ ELSEWHERE = {
             "conversion.__main__.limit_memory",
             "reporting.display",
             "haiku_text.generate.guarded",
+            "signals._fill_standard_files",
             "signals._output_is_lost",
             "xla_flags",
         ),
