@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +150,24 @@ def bare_scan(device: jax.Device, images: np.ndarray, labels: np.ndarray) -> flo
     return (NUM_STEPS - STEPS_PER_CALL) / (time.perf_counter() - begun)
 
 
+def copy_ratios(count: int = 60, repeats: int = 500) -> list[float]:
+    """Times of `shard`, which waits for the copy, over those of JAX's own, in turns."""
+    devices = DeviceManager.create("auto", num_devices=1)
+    images, labels = arrays()
+    batch = {"inputs": images[:BATCH_SIZE], "labels": labels[:BATCH_SIZE]}
+
+    def seconds(copy: Callable) -> float:
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            copy(batch)
+        return time.perf_counter() - begun
+
+    def device_put(batch: dict) -> dict:
+        return jax.block_until_ready(jax.device_put(batch, devices.devices[0]))
+
+    return [seconds(devices.shard) / seconds(device_put) for _ in range(count)]
+
+
 def _order(num_images: int) -> Iterator[np.ndarray]:
     rng = np.random.default_rng(0)
     while True:
@@ -232,6 +251,8 @@ def main() -> None:
     for name in loops:
         if name.startswith("whole") and "bare scan" in loops:
             rounds.compare(rates, name, "bare scan")
+    low, middle, high = statistics.quantiles(copy_ratios(), n=4)
+    print(f"time of shard / device_put  {middle:.2f} ({low:.2f}-{high:.2f})")
 
 
 def _one(name: str) -> tuple[rounds.Loop, str]:

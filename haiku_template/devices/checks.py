@@ -185,7 +185,7 @@ def check_batch_size(
 ) -> int:
     """Rows of a device's share; `PlacementError` names the nearest possible sizes."""
     n = devices.num_devices
-    is_whole = isinstance(batch_size, numbers.Integral)
+    is_whole = type(batch_size) is int or isinstance(batch_size, numbers.Integral)
     if not is_whole or batch_size < 1 or batch_size % (n * accumulate_steps):
         raise _uneven(batch_size, n, accumulate_steps)
     return batch_size // n

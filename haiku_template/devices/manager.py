@@ -137,7 +137,7 @@ class DeviceManager(NamedTuple):
         with transfer.COPYING, self.ledger.timed("to_devices"):
             arrays = transfer.device_put_everywhere(tree, self.replicated)
             jax.block_until_ready(arrays)
-        self.ledger.add("bytes_to_devices", self.num_devices * tree_bytes(arrays))
+        self.ledger.add({"bytes_to_devices": self.num_devices * tree_bytes(arrays)})
         return arrays
 
     def place(self, tree: Any, layout: Layout) -> Any:
@@ -150,7 +150,7 @@ class DeviceManager(NamedTuple):
             arrays = jax.tree.map(transfer.device_put_shares, tree, layout.of(tree))
             jax.block_until_ready(arrays)
         shares = [s.data for x in jax.tree.leaves(arrays) for s in x.addressable_shards]
-        self.ledger.add("bytes_to_devices", tree_bytes(shares))
+        self.ledger.add({"bytes_to_devices": tree_bytes(shares)})
         return arrays
 
     def host_shapes(self, tree: Any) -> Any:
@@ -178,7 +178,8 @@ class DeviceManager(NamedTuple):
         self.check_batch_size(rows * self.processes.count)
         with transfer.COPYING, self.ledger.timed("to_devices", bytes_to_devices=size):
             arrays = transfer.device_put_batch(batch, self.devices, self.everyone)
-            jax.block_until_ready(arrays)
+            for array in jax.tree.leaves(arrays):
+                array.block_until_ready()  # Sooner than the tree at once.
         return arrays
 
     def abstract_batch(self, batch: Any) -> Any:
@@ -219,7 +220,7 @@ class DeviceManager(NamedTuple):
         with self.ledger.timed("from_devices"):
             fetched = jax.tree.map(transfer.own, jax.device_get(copies), copies)
         arrays = [x for x in jax.tree.leaves(copies) if isinstance(x, jax.Array)]
-        self.ledger.add("bytes_from_devices", tree_bytes(arrays))
+        self.ledger.add({"bytes_from_devices": tree_bytes(arrays)})
         return fetched
 
     def fetch_each(self, results: Iterable[Any]) -> Iterator[Any]:

@@ -59,7 +59,7 @@ def test_waiting_is_the_time_until_an_item_is_there():
 def test_amounts_from_many_threads_add_up():
     ledger = Ledger()
     threads = [
-        threading.Thread(target=lambda: [ledger.add("n", 1) for _ in range(2000)])
+        threading.Thread(target=lambda: [ledger.add({"n": 1}) for _ in range(2000)])
         for _ in range(4)
     ]
     for thread in threads:

@@ -62,7 +62,7 @@ DAMAGE = {
 
 def pairs(dtype, shape):
     """Values, damaged ones, and what was done to them."""
-    values = RNG.normal(size=shape) * 3
+    values = (RNG.normal(size=shape) * 3).clip(-8, 7)  # int4 holds no others.
     starts = [values.astype(dtype), np.ones(shape, dtype), np.zeros(shape, dtype)]
     for good in starts:
         for name, damage in DAMAGE.items():

@@ -77,7 +77,7 @@ def test_copies_that_are_waited_for_bound_a_run(monkeypatch):
     clock = Clock(devices)
     clock.start(0)
     for name, seconds in {"waiting": 0.8, "data": 0.1, "to_devices": 0.7}.items():
-        devices.ledger.add(name, seconds)
+        devices.ledger.add({name: seconds})
     metrics = clock.read(1)
     assert metrics["perf/to_devices_seconds"] == pytest.approx(0.7)
     assert metrics["perf/data_seconds"] == pytest.approx(0.1)
