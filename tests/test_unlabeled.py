@@ -11,8 +11,17 @@ import optax
 import pytest
 
 from haiku_template import config as configs
-from haiku_template.data import Data, EvaluationSet, from_iterator
+from haiku_template.data import (
+    BatchSpec,
+    Data,
+    EvaluationSet,
+    Split,
+    from_iterator,
+    from_split,
+)
+from haiku_template.data.images import scale_pixels
 from haiku_template.devices import DeviceManager
+from haiku_template.preflight.checks import check_parts
 from haiku_template.runs import Run, train
 from haiku_template.runs.predictions import write_predictions
 from haiku_template.runs.start import run
@@ -112,3 +121,48 @@ def test_an_autoencoder_needs_no_labels(tmp_path, monkeypatch, placement):
     errors = np.square(np.array([row["outputs"] for row in rows]) - inputs)
     expected = finished.evaluate()["eval/loss"]
     assert errors.mean() == pytest.approx(expected, rel=1e-5)
+
+
+def scaled(task):
+    """A trainer of an autoencoder whose inputs are bytes, scaled on the device."""
+    x = np.random.default_rng(0).integers(0, 256, (8, 6)).astype(np.uint8)
+    spec = BatchSpec(4, labels="any")
+    return Experiment(
+        model=hk.transform(lambda inputs: jax.nn.sigmoid(hk.nets.MLP([4, 6])(inputs))),
+        task=task,
+        data=from_split(Split(x, None, x, None), spec, preprocess=scale_pixels),
+        optimizer=optax.sgd(0.1),
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
+
+
+def of_batch(outputs, batch):
+    return {"loss": jnp.mean(jnp.square(outputs - batch["inputs"]), axis=1)}
+
+
+def of_inputs(outputs, inputs, batch):
+    loss = jnp.mean(jnp.square(outputs - inputs), axis=1)
+    return {"loss": loss, "bytes": jnp.mean(batch["inputs"], axis=1)}
+
+
+def test_a_loss_of_inputs_gets_them_as_the_model_does():
+    trainer = scaled(of_inputs)
+    state, x = trainer.init(), trainer.experiment.data.evaluation
+    batches = [x.batch(n)["inputs"] for n in range(x.num_batches)]
+    pairs = zip(batches, trainer.predict(state), strict=True)
+    loss = np.mean([np.square(y - x / 255.0).mean() for x, y in pairs])
+    metrics = trainer.evaluate(state)
+    assert metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["eval/bytes"] == pytest.approx(np.mean(batches), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "warns"),
+    [
+        (of_batch, True),
+        (of_inputs, False),  # Of a metric alone.
+        (lambda outputs, batch: {"loss": outputs[: len(batch["inputs"]), 0]}, False),
+    ],
+)
+def test_a_loss_of_inputs_that_are_not_preprocessed_is_warned_of(task, warns, caplog):
+    check_parts(scaled(task), "eval/loss")
+    assert ("before scale_pixels; a task that takes `inputs`" in caplog.text) is warns

@@ -99,8 +99,8 @@ def _count_outputs(
         if kind != "any":
             reason = f"labels {', '.join(sorted(targets))}" if targets else "no labels"
             raise ConfigError(
-                f"{where} has {reason}, and the task needs {kind}; for one that needs "
-                'none, or several, give BatchSpec(..., labels="any")'
+                f"{where} has {reason}, and the task needs {kind}; a task of your own "
+                'needs none, or takes several (of a script, BatchSpec(labels="any"))'
             )
         return sum(math.prod(arrays[x].shape[1:]) for x in targets or several), False
     # Of a task that takes any, one whole number for each example is its class.

@@ -26,6 +26,7 @@ DEFLATE_MOST = 1032  # Bytes, at most, of one compressed byte.
 PIECE = 2**22  # Bytes unpacked at a time.
 NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
+LABELS = ("y_train", "y_test")
 T = TypeVar("T")
 
 
@@ -42,10 +43,16 @@ class Split(NamedTuple):
 
 
 def _split(names: Iterable[str], read: Callable[[str], np.ndarray]) -> Split:
-    """Reads the arrays of a split, and all below a name: `x_train/NAME`."""
+    """Reads the arrays of a split, and all below a name: `x_train/NAME`.
+
+    Labels may be missing, of both parts.
+    """
     names = [*names]
+    has_labels = any(x.partition("/")[0] in LABELS for x in names)
 
     def part(name: str) -> Any:
+        if name in LABELS and not has_labels:
+            return None
         inner = [x for x in names if x.startswith(f"{name}/")]
         if name not in names and not inner:
             raise ValueError(f"it has no array {name}, only {', '.join(names)}")
@@ -146,13 +153,21 @@ def read_safetensors(path: Path) -> Split:
 
 
 def read_npy(directory: Path) -> Split:
-    """Maps x_train.npy, or x_train/*.npy, and so on; nothing is read yet."""
+    """Maps x_train.npy, or x_train/*.npy, and so on; nothing is read yet.
+
+    Labels may be missing, of both parts.
+    """
+    has_labels = any(
+        exists(directory / f"{y}{e}") for y in LABELS for e in ("", ".npy")
+    )
 
     def read(file: Path) -> np.ndarray:
         # A plain view: slicing numpy.memmap itself is several times slower.
         return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
     def part(name: str) -> Any:
+        if name in LABELS and not has_labels:
+            return None
         folder = directory / name
         leaves = {x.stem: read_with(x, read) for x in folder.glob("[!.]*.npy")}
         file = directory / f"{name}.npy"

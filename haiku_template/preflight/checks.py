@@ -11,9 +11,12 @@ import numpy as np
 from haiku_template.data import ArrayDataset, each_shape, without_workers
 from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
+from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import numbers_text, pad, summarize
+from haiku_template.training.initial import dependents
 from haiku_template.training.state import split_seed
+from haiku_template.training.tasks import example_values
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,35 @@ def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> No
         check_norms(trainer)
     if not jax.tree.leaves(trainer.abstract.params):
         logger.warning("nothing trains: no parameter does, and LoRA adapts none")
+    _warn_of_raw_inputs(trainer)
     check_evaluation(trainer, best_metric, stop_when)
+
+
+def _warn_of_raw_inputs(trainer: Trainer) -> None:
+    """Warns of a user's loss of inputs that are not preprocessed, as outputs are."""
+    recipe, steps = trainer.recipe, trainer.experiment.steps
+    name, of_batch = trainer.feed.preprocessing, recipe.task.whole_batch
+    if not name or recipe.task.labels != "any" or trainer.experiment.step is not None:
+        return
+    needing: list[str] = []
+
+    def look(variables: Any, frozen: Any, batch: Any) -> None:
+        rngs, forward = (split_seed(recipe.seed).params,) * 2, steps.forward
+        facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
+
+        def loss(inputs: Any) -> Any:
+            given = facts | {"batch": with_inputs(batch, inputs, of_batch)}
+            return example_values(recipe.task, **given)[0]["loss"]
+
+        needing.extend(dependents(loss, inputs_of(batch, of_batch), None)[1])
+
+    batch = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
+    trainer.devices.abstract(look, *trainer.abstract.of_model(), batch)
+    if needing:
+        logger.warning(
+            "the loss uses the inputs of `batch`, which are as the data has them, "
+            f"before {name}; a task that takes `inputs` gets them as the model does"
+        )
 
 
 def _imported(module: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """Report of a live run: screen, log, metrics on disk, profile, throughput."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ from haiku_template.reporting.goodput import GOODPUT, Progress, described, goodp
 from haiku_template.reporting.perf import Clock, matmul_peak, rates
 from haiku_template.reporting.profile import Profiler
 from haiku_template.storage.files import dispensable
-from haiku_template.storage.metrics import MetricsWriter, Reader, sampled
+from haiku_template.storage.metrics import MetricsWriter, Reader, Row, sampled
 from haiku_template.storage.workdir import METRICS, PROFILE, REPORT
 
 Metrics = dict[str, float]
 Writer = Callable[[int, Metrics], None]
 Maker = Callable[[Path, int], Writer]  # Of a workdir, and the first step.
+Describe = Callable[[list[Row]], Iterable[str]]
 
 
 class Report:
@@ -110,14 +111,19 @@ class Report:
         self._write(step, metrics)
         self._display.evaluation(step, metrics)
 
-    def finish(self, step: int) -> Metrics:
-        """Draws report.png and prints its path; returns the last metrics."""
+    def finish(self, step: int, describe: Describe = lambda rows: ()) -> Metrics:
+        """Draws report.png and prints its path; returns the last metrics.
+
+        It also prints the lines of `describe`, of rows with all evaluations.
+        """
         self._display.stop()
         if self._start and not self._follows:
             with dispensable("the goodput"):
                 self.print(described(goodput(self.workdir)))
         path, last = self.workdir, {}
         rows = sampled(path / METRICS, last.update)
+        with dispensable("the best evaluation"):
+            self.print(*describe(rows))
         with dispensable(self.workdir / REPORT):
             path = (not self._follows and plots.write(path, rows)) or path
         self.print(f"done      step {step}; {path}")

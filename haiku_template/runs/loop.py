@@ -162,7 +162,7 @@ def train(
             stop_when=stop_when,
             watchdog_minutes=watchdog_minutes,
         ).steps(state, start, num_steps)
-        return Result(state, report.finish(last))
+        return Result(state, report.finish(last, checkpoints.unsaved_best))
 
 
 class _Run(NamedTuple):

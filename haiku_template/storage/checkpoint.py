@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,19 @@ class Checkpoints:
         """Steps that stay on disk, of those with these metrics: newest and best."""
         newest = sorted(metrics, reverse=True)[: self._keep_last]
         return {*newest, *self.best_first(metrics)[: self._keep_best]}
+
+    def unsaved_best(self, rows: Iterable[Metrics]) -> Iterator[str]:
+        """Yields a line on the best evaluation, if all that is saved is worse."""
+        key, saved = self._metric, self.metrics if self._keep_best else {}
+        known = {step: x[key] for step, x in saved.items() if key in x}
+        values = {x["step"]: x[key] for x in rows if x.get(key) is not None} | known
+        ranked = self.best_first({step: {key: x} for step, x in values.items()})
+        for best in ranked[: len(saved) > 0]:
+            if values[best] not in known.values():
+                yield (
+                    f"best      {key} {values[best]:.4g} at step {best}, not saved "
+                    "(save_every=eval_every would)"
+                )
 
     def __enter__(self) -> "Checkpoints":
         self._errors = self._stack.enter_context(failures.muted())

@@ -123,16 +123,18 @@ class Feed:
             reason = self._experiment.why_on_host
             place = f"on the host, {reason or 'from where each batch travels'}"
         facts = [place, getattr(self._source, "note", "")]
-        if self._experiment.data.preprocess is not Data._field_defaults["preprocess"]:
-            facts.append(self._preprocessing())
+        if name := self.preprocessing:
+            inputs = jax.tree.leaves(inputs_of(self.example))
+            dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in inputs))
+            facts.append(f"{dtypes} inputs pass through {name} on the device")
         return "; ".join(filter(None, facts))
 
-    def _preprocessing(self) -> str:
+    @property
+    def preprocessing(self) -> str:
+        """Name of the function that inputs pass through on the device, if any."""
         preprocess = self._experiment.data.preprocess
-        inputs = jax.tree.leaves(inputs_of(self.example))
-        dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in inputs))
         name = getattr(preprocess, "__name__", type(preprocess).__name__)
-        return f"{dtypes} inputs pass through {name} on the device"
+        return "" if preprocess is Data._field_defaults["preprocess"] else name
 
     def host_shapes(self) -> list[Any]:
         """Host arrays of a call, one for each shape of batches, the largest first."""

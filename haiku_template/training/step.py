@@ -62,17 +62,17 @@ def forward(
     if recipe.plan.frozen:
         dtype = policy.compute_dtype
         params = recipe.plan.combine(params, cast(frozen), dtype, rngs[1])
-    outputs = None
+    outputs, inputs = None, inputs_of(batch, recipe.task.whole_batch)
+    inputs = recipe.preprocess(inputs)
     if recipe.model is not None:
-        inputs = recipe.preprocess(inputs_of(batch, recipe.task.whole_batch))
-        inputs = precision.cast_inputs(inputs)
         with precision.norms_in_float32(), precision.named():
             outputs, net_state = recipe.model.apply(
-                params, net_state, rngs[0], inputs, is_training
+                params, net_state, rngs[0], precision.cast_inputs(inputs), is_training
             )
         outputs = precision.cast_outputs(outputs)
     facts = {
         "outputs": outputs,
+        "inputs": inputs,
         "batch": batch,
         "params": precision.used(params) if recipe.has_forms else params,
         "rng": task_rng(rngs[0]),

@@ -25,7 +25,7 @@ Values = dict[str, jax.Array]
 Derive = Callable[[Averages, Counts], Averages]
 LABELS = ("classes", "numbers", "tokens", "any")
 # What the function of a task gets by name.
-FACTS = ("outputs", "batch", "params", "rng", "step", "mask")
+FACTS = ("outputs", "inputs", "batch", "params", "rng", "step", "mask")
 FACTS += ("is_training", "axis_name")
 # What one array of a batch would be called, and not a dictionary of several.
 OF_A_BATCH = ("labels", "label", "targets", "target", "y", "y_true")
@@ -50,10 +50,11 @@ class Task(NamedTuple):
     """Loss and metrics of a model.
 
     `values` gets by name any of `FACTS`: `params` are the model's, as it computes with
-    them; `batch` is not preprocessed; `mask`, bool [B], is False for padding. Two other
-    parameters at most get the outputs, then the batch. It returns a dictionary, `loss`
-    among them, of values [B], per token [B, T], or [] for a whole batch. `count` maps
-    (outputs, batch, mask) to integer arrays by name, summed over a set on the devices.
+    them; `inputs` are preprocessed, and `batch` is not; `mask`, bool [B], is False for
+    padding. Two other parameters at most get the outputs, then the batch. It returns a
+    dictionary, `loss` among them, of values [B], per token [B, T], or [] for a whole
+    batch. `count` maps (outputs, batch, mask) to integer arrays by name, summed over a
+    set on the devices.
     `derive` maps (averages, counts) to more metrics, on the host; in training there are
     no counts, and where it needs them no such metrics.
     """

@@ -66,6 +66,28 @@ def test_npy_gives_back_what_was_written(tmp_path):
     assert_split(files.read_npy(tmp_path), ARRAYS)
 
 
+INPUTS = {name: ARRAYS[name] for name in ("x_train", "x_test")}
+
+
+@pytest.mark.parametrize(
+    ("save", "read", "name"),
+    [
+        (lambda path, arrays: np.savez(path, **arrays), files.read_npz, "a.npz"),
+        (lambda path, arrays: save_file(arrays, path), files.read_safetensors, "a"),
+        (write_npy, files.read_npy, ""),
+    ],
+    ids=["npz", "safetensors", "npy"],
+)
+def test_labels_may_be_missing_of_both_parts_alone(tmp_path, save, read, name):
+    save(tmp_path / name, INPUTS)
+    x_train, *labels_and_test = read(tmp_path / name)
+    np.testing.assert_array_equal(x_train, ARRAYS["x_train"])
+    assert labels_and_test[0] is labels_and_test[2] is None
+    save(tmp_path / name, INPUTS | {"y_train": ARRAYS["y_train"]})
+    with refuses(tmp_path, "y_test"):
+        read(tmp_path / name)
+
+
 def test_hidden_files_are_no_arrays(tmp_path):
     """Such as a file manager of macOS leaves beside each file."""
     write_npy(tmp_path, {k: x for k, x in ARRAYS.items() if k != "x_train"})

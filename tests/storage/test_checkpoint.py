@@ -193,6 +193,33 @@ def test_best_can_be_the_highest(tmp_path):
         assert (checkpoints.steps, checkpoints.best) == ([2, 4], 2)
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "step"),
+    [
+        ([0.1, 0.9, 0.5, 0.2, 0.8, 0.3], 2),
+        ([0.1, 0.9, 0.9, 0.2, 0.8, 0.3], None),  # As good as what is saved.
+        ([0.1, 0.2, 0.5, 0.2, 0.8, 0.9], None),
+        ([0.1, np.nan, 0.5, 0.2, None, 0.9], None),
+        ([0.1, 0.2, 0.9], None),  # Of lines that were lost.
+    ],
+)
+def test_a_better_evaluation_that_is_not_saved_is_named(tmp_path, accuracies, step):
+    options = {"best_metric": "eval/accuracy", "best_mode": "max"}
+    rows = [{"step": n, "eval/accuracy": x} for n, x in enumerate(accuracies, 1)]
+    rows += [{"step": n, "train/loss": 0.1} for n in range(1, 7)]
+    with Checkpoints(tmp_path, keep_last=1, keep_best=1, **options) as checkpoints:
+        assert not [*checkpoints.unsaved_best(rows)]  # Nothing is saved at all.
+        for n in (3, 6):
+            accuracy = dict(enumerate(accuracies, 1)).get(n, 0.95)
+            checkpoints.save(n, {"w": jnp.ones(3)}, {"eval/accuracy": accuracy})
+        checkpoints.wait()
+        text = f"eval/accuracy 0.9 at step {step}, not saved"
+        lines = [*checkpoints.unsaved_best(rows)]
+        assert [text in line for line in lines] == [True] * (step is not None)
+    with Checkpoints(tmp_path, keep_last=1, keep_best=0, **options) as checkpoints:
+        assert not [*checkpoints.unsaved_best(rows)]
+
+
 def test_another_model_is_refused_with_every_difference(tmp_path):
     trainer = made(ema_decay=0.9)
     with Checkpoints(tmp_path) as checkpoints:
