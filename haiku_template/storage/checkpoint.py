@@ -641,6 +641,11 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     steps = {"latest": checkpoints.latest, "best": checkpoints.best}
     steps[BEST_OR_LATEST] = checkpoints.best or checkpoints.latest
     step = steps.get(which, int(which) if which.isdecimal() else None)
+    if not checkpoints.steps:
+        raise ConfigError(
+            f"{workdir} has no checkpoint yet; its run saves one every save_every steps "
+            "(or save_minutes), for a signal, and at its end"
+        )
     if step is None or (which.isdecimal() and step not in checkpoints.steps):
         raise ConfigError(
             f"--checkpoint={which} is not in {workdir}; there are steps "

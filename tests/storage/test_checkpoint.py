@@ -9,7 +9,7 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data
 from haiku_template.devices import DeviceManager, Layout, transfer
-from haiku_template.errors import StorageError
+from haiku_template.errors import ConfigError, StorageError
 from haiku_template.models import mlp
 from haiku_template.storage import checkpoint
 from haiku_template.storage.checkpoint import Checkpoints
@@ -218,6 +218,13 @@ def test_a_better_evaluation_that_is_not_saved_is_named(tmp_path, accuracies, st
         assert [text in line for line in lines] == [True] * (step is not None)
     with Checkpoints(tmp_path, keep_last=1, keep_best=0, **options) as checkpoints:
         assert not [*checkpoints.unsaved_best(rows)]
+
+
+@pytest.mark.parametrize("which", ["latest", "best", "3"])
+def test_a_run_without_a_checkpoint_says_when_one_is_saved(tmp_path, which):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="has no checkpoint yet; its run saves one"):
+        checkpoint.restore(tmp_path, which, lambda *_: None)
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path):
