@@ -1,6 +1,7 @@
 """Checks of a run before step 0, by tracing alone."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,7 +39,9 @@ def check_functions(**options: Sequence[Callable[..., Any]]) -> None:
             raise ConfigError(f"{name}={functions!r:.80}, and no list of functions")
 
 
-def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> None:
+def check_parts(
+    trainer: Trainer, best_metric: str, stop_when: Any = None, num_steps: int = 0
+) -> None:
     """Traces a run for faults before step 0.
 
     Raises:
@@ -55,6 +58,7 @@ def check_parts(trainer: Trainer, best_metric: str, stop_when: Any = None) -> No
         check_norms(trainer)
     if not jax.tree.leaves(trainer.abstract.params):
         logger.warning("nothing trains: no parameter does, and LoRA adapts none")
+    _warn_of_average(trainer.experiment.ema_decay, num_steps)
     _warn_of_raw_inputs(trainer)
     check_evaluation(trainer, best_metric, stop_when)
 
@@ -97,6 +101,20 @@ def _warn_of_few(rows: int, size: int) -> None:
     logger.warning(
         f"a batch has {size} examples and the training set {rows}, so that some "
         f"are in a batch several times; give a batch_size of {rows} or less"
+    )
+
+
+def _warn_of_average(decay: float | None, num_steps: int) -> None:
+    """Warns of averages that are mostly the first parameters after all steps."""
+    if decay is None or num_steps < 100 or (share := decay**num_steps) < 0.1:
+        return
+    rate = -math.log(0.01) / num_steps  # Leaves 1 %; rounded up.
+    digits = -math.floor(math.log10(rate))
+    rate = math.ceil(rate * 10**digits) / 10**digits
+    logger.warning(
+        f"ema_decay={decay}: after {num_steps} steps the averages, as evaluated, "
+        f"are still {share:.0%} of the first parameters; {1 - rate:.{digits}f} leaves "
+        "1 % or less"
     )
 
 

@@ -124,7 +124,7 @@ def train(
     unseen = 0 if hooks or sdc_replay else num_steps
     trainer = settle(trainer, directory, memory_limit, unseen)
     starts = not workdirs.has_checkpoints(directory)
-    check_parts(trainer, best_metric, stop_when)
+    check_parts(trainer, best_metric, stop_when, num_steps)
     budget = check_budget(trainer, memory_limit, starts=starts)
     with StopSignals(devices.processes.count > 1) as signals, ExitStack() as stack:
         stack.enter_context(workdirs.locked(directory))

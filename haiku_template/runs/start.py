@@ -83,7 +83,8 @@ def run(
     train, how = loop_of(config), loop_options(config)
     if dry_run:
         trainer = settle(trainer, Path(workdir), memory_limit)
-        preflight.check_parts(trainer, config.best_metric, how.get("stop_when"))
+        stop_when, num_steps = how.get("stop_when"), config.num_steps
+        preflight.check_parts(trainer, config.best_metric, stop_when, num_steps)
         return print_budget(trainer, memory_limit)
     how["hooks"] = [make(trainer, Path(workdir)) for make in how["hooks"]]
     if "stop_when" in how:

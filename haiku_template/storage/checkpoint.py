@@ -643,7 +643,7 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     step = steps.get(which, int(which) if which.isdecimal() else None)
     if not checkpoints.steps:
         raise ConfigError(
-            f"{workdir} has no checkpoint yet; its run saves one every save_every steps "
+            f"{workdir} has no checkpoint yet; its run saves one each save_every steps "
             "(or save_minutes), for a signal, and at its end"
         )
     if step is None or (which.isdecimal() and step not in checkpoints.steps):

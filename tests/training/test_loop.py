@@ -411,6 +411,29 @@ def test_a_batch_larger_than_the_training_set_is_warned_of(batch_size, said, cap
     assert (words in caplog.text) is said
 
 
+@pytest.mark.parametrize(
+    ("ema_decay", "num_steps", "share", "less"),
+    [
+        (0.9999, 2000, "82%", "0.997"),
+        (0.999, 2000, "14%", "0.997"),
+        (0.999, 2400, None, None),
+        (0.99999, 120_000, "30%", "0.99996"),
+        (0.99, 100, "37%", "0.95"),
+        (0.99, 99, None, None),  # A trial.
+        (None, 2000, None, None),
+    ],
+)
+def test_averages_of_the_first_parameters_are_warned_of(
+    ema_decay, num_steps, share, less, caplog
+):
+    trainer = made(ema_decay=ema_decay)
+    check_parts(trainer, "eval/loss", num_steps=num_steps)
+    words = f"are still {share} of the first parameters; {less} leaves 1 % or less"
+    assert (words in caplog.text) is (share is not None)
+    assert ("first parameters" in caplog.text) is (share is not None)
+    assert less is None or float(less) ** num_steps <= 0.01
+
+
 def test_evaluation_is_traced_before_step_0(tmp_path):
     def task(outputs, batch):
         if len(batch["labels"]) == 16:
