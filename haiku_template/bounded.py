@@ -46,6 +46,14 @@ def is_link(path: str | Path) -> bool:
     return stat.S_ISLNK(_mode(path, follows=False))
 
 
+def dangling(path: Path) -> str:
+    """Sentence on a link that leads nowhere, of the path or above it; or ""."""
+    for part in (path, *path.absolute().parents):
+        if is_link(part) and not exists(part):
+            return f"{part} is a link to {os.readlink(part)}, which does not exist"
+    return ""
+
+
 def _mode(path: str | Path, follows: bool = True) -> int:
     try:
         return os.stat(path, follow_symlinks=follows).st_mode

@@ -89,7 +89,7 @@ def visible_cards() -> list[str]:
 def say(words: str) -> None:
     """Prints a line beside those of the processes."""
     with contextlib.suppress(OSError):  # Nobody may read it: the processes go on.
-        os.write(2, f"{words}\n".encode())
+        os.write(2, f"{words}\n".encode(errors="backslashreplace"))
 
 
 def checkpoints(command: list[str]) -> Path | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from haiku_template.bounded import exists
+from haiku_template.bounded import dangling, exists
 from haiku_template.errors import ConfigError
 from haiku_template.errors import printable as printable
 
@@ -64,7 +64,8 @@ def announced(workdir: str | Path | None) -> Iterator[Start]:
         _write(file, start.key)
     except OSError as error:
         raise ConfigError(
-            f"--workdir={workdir} cannot be written to: {error}; use another"
+            f"--workdir={workdir} cannot be written to: "
+            f"{dangling(workdir) or error}; use another"
         ) from error
     try:
         yield start

@@ -643,8 +643,8 @@ def _named_step(checkpoints: Checkpoints, which: str, workdir: Path) -> int:
     step = steps.get(which, int(which) if which.isdecimal() else None)
     if not checkpoints.steps:
         raise ConfigError(
-            f"{workdir} has no checkpoint yet; its run saves one each save_every steps "
-            "(or save_minutes), for a signal, and at its end"
+            f"{workdir} has no checkpoint yet; its run saves one by save_every or "
+            "save_minutes, for a signal, and at its end"
         )
     if step is None or (which.isdecimal() and step not in checkpoints.steps):
         raise ConfigError(

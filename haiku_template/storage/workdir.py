@@ -381,7 +381,8 @@ def usable(workdir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"--workdir={workdir} cannot be written to: {error}; use another"
+            f"--workdir={workdir} cannot be written to: "
+            f"{bounded.dangling(workdir) or error}; use another"
         ) from error
 
 

@@ -329,6 +329,11 @@ def test_a_driver_that_hangs_has_no_cards(tmp_path, monkeypatch, capfd):
     assert said in capfd.readouterr().err
 
 
+def test_a_path_that_is_no_text_is_said_all_the_same(capfd):
+    local.say("no folder runs/\udcff")
+    assert capfd.readouterr().err == "no folder runs/\\udcff\n"
+
+
 @pytest.mark.parametrize("options", [["--processes=0"], ["--processes=all"], []])
 def test_arguments_that_mean_nothing_are_refused(options):
     command = [sys.executable, str(FILE), *(options or ["--processes=2"])]

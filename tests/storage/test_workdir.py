@@ -422,6 +422,15 @@ def test_a_path_that_cannot_be_is_one_sentence(tmp_path, part):
         run(tmp_path / part)
 
 
+@pytest.mark.parametrize("part", ["runs", "runs/digits"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path, part):
+    """As that of a scratch disk that was cleared."""
+    (tmp_path / "runs").symlink_to("gone/runs")
+    with pytest.raises(ConfigError, match="runs is a link to gone/runs, which does"):
+        run(tmp_path / part)
+    assert not (tmp_path / "gone").exists()
+
+
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.EIO])
 def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
     tmp_path, monkeypatch, error
