@@ -7,13 +7,30 @@ from typing import Any
 
 import numpy as np
 
+from haiku_template.data.trees import leaves_by_path, map_leaves
+from haiku_template.errors import ConfigError, some
+
 CIFAR10_MEAN = np.array((0.4914, 0.4822, 0.4465), np.float32)
 CIFAR10_STD = np.array((0.2470, 0.2435, 0.2616), np.float32)
 
 
 def scale_pixels(images: Any) -> Any:
-    """Scales bytes [B, H, W, C] to float32 in [0, 1]; on the device: bytes travel."""
-    return images.astype(np.float32) / np.float32(255)
+    """Scales bytes [B, H, W, C] to float32 in [0, 1]; on the device: bytes travel.
+
+    Of a tree of arrays it scales those of bytes; `ConfigError` without any.
+    """
+    dtypes = {x.dtype for x in leaves_by_path(images).values()}
+    if np.dtype(np.uint8) not in dtypes:
+        raise ConfigError(
+            "scale_pixels divides bytes by 255, and the inputs are "
+            f"{some(sorted(map(str, dtypes)))}; leave it out, or give them as uint8"
+        )
+
+    def scaled(_: str, x: Any) -> Any:
+        is_bytes = x.dtype == np.uint8
+        return x.astype(np.float32) / np.float32(255) if is_bytes else x
+
+    return map_leaves(scaled, images)
 
 
 def standardize_cifar10(images: Any) -> Any:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from haiku_template.data import images
+from haiku_template.errors import ConfigError
 
 BYTES = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
 
@@ -35,6 +36,23 @@ def test_scaled_pixels_are_float32_shares_of_255(run):
     assert scaled.dtype == np.float32
     np.testing.assert_allclose(scaled, np.float64(BYTES) / 255, rtol=1e-6)
     assert (scaled.min(), scaled.max()) == (0, 1)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["host", "device"])
+def test_of_several_inputs_those_of_bytes_are_scaled(run):
+    inputs = {"image": BYTES, "more": (BYTES[:, :2], np.float32([[3, 300]]))}
+    scaled = run(images.scale_pixels)(inputs)
+    np.testing.assert_allclose(scaled["image"], BYTES / 255, rtol=1e-6)
+    np.testing.assert_allclose(scaled["more"][0], BYTES[:, :2] / 255, rtol=1e-6)
+    np.testing.assert_array_equal(scaled["more"][1], inputs["more"][1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+def test_what_is_no_byte_is_not_divided_in_silence(dtype):
+    """Numbers in [0, 1] would become at most 1 / 255."""
+    words = f"divides bytes by 255, and the inputs are {dtype}; leave it out"
+    with pytest.raises(ConfigError, match=words):
+        jax.eval_shape(images.scale_pixels, {"image": BYTES.astype(dtype)})
 
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["host", "device"])
