@@ -281,6 +281,39 @@ def test_a_table_of_more_keys_than_a_terminal_has_room_for_names_its_runs(
     assert "no room" not in shown[2_000]
 
 
+def summary(seed, rate, best, state="done", metric="eval/loss"):
+    keys = {"seed": seed, "optimizer.learning_rate": rate}
+    keys = {} if seed is None else keys
+    return comparison.Summary("", keys, [], metric, best and (best, 10), state)
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["min", "max"])
+def test_runs_of_several_seeds_have_a_mean_and_a_deviation(sign):
+    """Of the mean, and not of the best seed, is the order."""
+    runs = [
+        summary(0, 0.3, sign * 0.5),  # Alone.
+        summary(0, 0.1, sign * 1.0),
+        summary(0, 0.2, sign * 2.0),
+        summary(1, 0.2, sign * 3.0),
+        summary(2, 0.2, sign * 4.0),
+        summary(2, 0.1, sign * 6.0, "running"),
+        summary(1, 0.1, sign * 7.0, "stopped early"),
+        summary(1, 0.1, sign * 7.0),  # A copy.
+        summary(None, None, sign * 8.0),  # Of scripts.
+        summary(None, None, sign * 9.0),
+        summary(3, 0.2, None),
+    ]
+    columns = comparison.over_seeds(runs).columns
+    assert {column.header: [*column.cells] for column in columns} == {
+        "learning_rate": ["0.2", "0.1"],
+        "best of": ["eval/loss"] * 2,
+        "mean": [f"{sign * 3}", f"{sign * 4}"],
+        "±": ["1", "4.2"],
+        "seeds": ["3", "2"],
+    }
+    assert comparison.over_seeds(runs[:3]) is None
+
+
 @pytest.mark.parametrize("width", [1, 20, 38])
 def test_a_narrow_terminal_gets_lines_with_the_runs_names(
     run_with, tmp_path, capsys, monkeypatch, width

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +21,7 @@ from haiku_template.runs.early_stop import early_stop
 from haiku_template.storage import workdir as workdirs
 from haiku_template.storage.metrics import sampled
 
-EARLY = "stopped early"
+DONE, EARLY = "done", "stopped early"
 WIDTH = 20  # Columns of a terminal that a run's name has at least.
 MOST_BYTES = 250_000  # Of lines of each run, of which there may be hundreds.
 
@@ -75,7 +76,7 @@ def state_of(workdir: Path, values: dict[str, Any], rows: list[dict[str, Any]]) 
         return "not saved"
     last = saved[-1]
     if last >= values.get("num_steps", last):
-        return "done"
+        return DONE
     stopping = values.get("early_stop", {})
     if stopping.get("patience") is not None and early_stop(**stopping)(rows):
         return EARLY
@@ -179,6 +180,37 @@ def _fitting(columns: list[tuple[str, ...]], width: int) -> list[int]:
     return [0, *places, *range(len(columns) - 3, len(columns))]
 
 
+def over_seeds(runs: Sequence[Summary]) -> Table | None:
+    """Tabulates means over the seeds of finished runs that are otherwise the same.
+
+    The deviation is that of a sample. None where no two such runs have other seeds.
+    """
+    apart = [key for key in differing(runs) if key != "seed"]
+    groups: dict[tuple[str, ...], dict[Any, float]] = {}
+    for run in runs:
+        if run.best and run.state in (DONE, EARLY) and "seed" in run.keys:
+            same = (*(str(run.keys.get(key)) for key in apart), run.metric)
+            groups.setdefault(same, {})[run.keys["seed"]] = run.best[0]
+    several = {k: [*x.values()] for k, x in groups.items() if len(x) > 1}
+    best = [run.best[0] for run in runs if run.best]  # The best one first.
+    rows = [
+        (*same, f"{np.mean(x):.6g}", f"{np.std(x, ddof=1):.2g}", str(len(x)))
+        for same, x in sorted(
+            several.items(),
+            key=lambda group: np.mean(group[1]),
+            reverse=best[:1] > best[-1:],
+        )
+    ]
+    names = [
+        *(key.rpartition(".")[2] for key in apart),
+        "best of",
+        "mean",
+        "±",
+        "seeds",
+    ]
+    return table("Over seeds", names, rows) if rows else None
+
+
 def as_csv(runs: Sequence[Summary]) -> str:
     """Tabulates runs as comma-separated values."""
     columns, rows = records(runs)
@@ -207,8 +239,11 @@ def show(folder: Path, runs: Sequence[Summary]) -> None:
     console.print(as_table(runs, console.width))
     places = {*_fitting(_columns(runs), console.width)}
     names = enumerate(differing(runs), 1)
-    if hidden := ", ".join(name for i, name in names if i not in places):
+    if hidden := [name for i, name in names if i not in places]:
+        verb = "differs" if len(hidden) == 1 else "differ"
         reason = f"no room in {console.width} columns"
-        print(f"{hidden} differ, too; --csv has them: {reason}")
+        print(f"{', '.join(hidden)} {verb}, too; --csv has all: {reason}")
+    if (grid := over_seeds(runs)) is not None:
+        console.print(grid)
     if picture := write_picture(folder, runs):
         print(picture)
