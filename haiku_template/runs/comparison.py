@@ -163,9 +163,13 @@ def as_table(runs: Sequence[Summary], width: int | None = None) -> Table:
 
 def _columns(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
     names, rows = records(runs)
+    return [*zip(_short(names), *rows, strict=True)]
+
+
+def _short(names: list[str]) -> list[str]:
+    """Shortens dotted names to their last words, where no other has it."""
     last = [name.rpartition(".")[2] for name in names]
-    names = [y if last.count(y) == 1 else x for x, y in zip(names, last, strict=True)]
-    return [*zip(names, *rows, strict=True)]
+    return [y if last.count(y) == 1 else x for x, y in zip(names, last, strict=True)]
 
 
 def _fitting(columns: list[tuple[str, ...]], width: int) -> list[int]:
@@ -191,23 +195,14 @@ def over_seeds(runs: Sequence[Summary]) -> Table | None:
         if run.best and run.state in (DONE, EARLY) and "seed" in run.keys:
             same = (*(str(run.keys.get(key)) for key in apart), run.metric)
             groups.setdefault(same, {})[run.keys["seed"]] = run.best[0]
-    several = {k: [*x.values()] for k, x in groups.items() if len(x) > 1}
+    several = [(k, [*x.values()]) for k, x in groups.items() if len(x) > 1]
     best = [run.best[0] for run in runs if run.best]  # The best one first.
+    several.sort(key=lambda group: np.mean(group[1]), reverse=best[:1] > best[-1:])
     rows = [
         (*same, f"{np.mean(x):.6g}", f"{np.std(x, ddof=1):.2g}", str(len(x)))
-        for same, x in sorted(
-            several.items(),
-            key=lambda group: np.mean(group[1]),
-            reverse=best[:1] > best[-1:],
-        )
+        for same, x in several
     ]
-    names = [
-        *(key.rpartition(".")[2] for key in apart),
-        "best of",
-        "mean",
-        "±",
-        "seeds",
-    ]
+    names = _short([*apart, "best of", "mean", "±", "seeds"])
     return table("Over seeds", names, rows) if rows else None
 
 
