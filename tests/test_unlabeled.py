@@ -166,3 +166,19 @@ def test_a_loss_of_inputs_gets_them_as_the_model_does():
 def test_a_loss_of_inputs_that_are_not_preprocessed_is_warned_of(task, warns, caplog):
     check_parts(scaled(task), "eval/loss")
     assert ("before scale_pixels; a task that takes `inputs`" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("name", ["image", "weight"])
+def test_a_loss_of_inputs_that_pass_as_they_are_is_not_warned_of(name, caplog):
+    x = {"image": np.zeros((8, 6), np.uint8), "weight": np.ones((8, 6), np.float32)}
+    spec = BatchSpec(4, labels="any")
+    trainer = Experiment(
+        model=hk.transform(lambda inputs: hk.Linear(6)(inputs["image"])),
+        task=lambda outputs, batch: {
+            "loss": jnp.mean(outputs * batch["inputs"][name], axis=1)
+        },
+        data=from_split(Split(x, None, x, None), spec, preprocess=scale_pixels),
+        optimizer=optax.sgd(0.1),
+    ).trainer(DeviceManager.create("cpu", num_devices=1))
+    check_parts(trainer, "eval/loss")
+    assert ("before scale_pixels" in caplog.text) is (name == "image")

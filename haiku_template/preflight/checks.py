@@ -74,12 +74,17 @@ def _warn_of_raw_inputs(trainer: Trainer) -> None:
     def look(variables: Any, frozen: Any, batch: Any) -> None:
         rngs, forward = (split_seed(recipe.seed).params,) * 2, steps.forward
         facts, _ = forward(recipe, variables, frozen, batch, rngs, False)
+        leaves, structure = jax.tree.flatten(inputs_of(batch, of_batch))
+        kept = {*map(id, jax.tree.leaves(facts["inputs"]))}
 
-        def loss(inputs: Any) -> Any:
+        def loss(others: list[Any]) -> Any:
+            pairs = zip(leaves, others, strict=True)
+            inputs = structure.unflatten([x if y is None else y for x, y in pairs])
             given = facts | {"batch": with_inputs(batch, inputs, of_batch)}
             return example_values(recipe.task, **given)[0]["loss"]
 
-        needing.extend(dependents(loss, inputs_of(batch, of_batch), None)[1])
+        others = [None if id(x) in kept else x for x in leaves]
+        needing.extend(dependents(loss, others, None)[1])
 
     batch = canonical_shapes(each_shape(trainer.experiment.data.train)[0])
     trainer.devices.abstract(look, *trainer.abstract.of_model(), batch)
