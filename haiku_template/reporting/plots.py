@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,8 @@ def _save_if_possible(figure: "Figure", path: Path) -> Path | None:
 
 def _save(figure: "Figure", path: Path) -> Path:
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
+    with warnings.catch_warnings():  # A letter that no font has is a box.
+        warnings.filterwarnings("ignore", "Glyph|Matplotlib currently does not support")
+        figure.savefig(picture, format="png", dpi=110)
     names.write_atomically(path, picture.getvalue())
     return path

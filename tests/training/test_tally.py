@@ -92,6 +92,13 @@ def test_texts_of_a_user_are_no_formulas(tmp_path, kind):
     assert DRAWN[kind](path, "$x^$").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("kind", DRAWN)
+def test_letters_that_no_font_has_are_drawn_without_a_warning(tmp_path, kind):
+    path = tmp_path / (letters := "走क")
+    path.mkdir()
+    assert DRAWN[kind](path, letters).read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_is_in_the_legend_whatever_its_name_begins_with(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "_save", lambda figure, path: figure)
     (legend,) = DRAWN["comparison"](tmp_path, "_baseline").legends
