@@ -58,16 +58,18 @@ def check_parts(
         check_norms(trainer)
     if not jax.tree.leaves(trainer.abstract.params):
         logger.warning("nothing trains: no parameter does, and LoRA adapts none")
-    _warn_of_average(trainer.experiment.ema_decay, num_steps)
-    _warn_of_raw_inputs(trainer)
+    if (decay := trainer.experiment.ema_decay) is not None:
+        _warn_of_average(decay, num_steps)
+    if (name := trainer.feed.preprocessing) and trainer.experiment.step is None:
+        _warn_of_raw_inputs(trainer, name)
     check_evaluation(trainer, best_metric, stop_when)
 
 
-def _warn_of_raw_inputs(trainer: Trainer) -> None:
+def _warn_of_raw_inputs(trainer: Trainer, name: str) -> None:
     """Warns of a user's loss of inputs that are not preprocessed, as outputs are."""
     recipe, steps = trainer.recipe, trainer.experiment.steps
-    name, of_batch = trainer.feed.preprocessing, recipe.task.whole_batch
-    if not name or recipe.task.labels != "any" or trainer.experiment.step is not None:
+    of_batch = recipe.task.whole_batch
+    if recipe.task.labels != "any":
         return
     needing: list[str] = []
 
@@ -109,9 +111,9 @@ def _warn_of_few(rows: int, size: int) -> None:
     )
 
 
-def _warn_of_average(decay: float | None, num_steps: int) -> None:
+def _warn_of_average(decay: float, num_steps: int) -> None:
     """Warns of averages that are mostly the first parameters after all steps."""
-    if decay is None or num_steps < 100 or (share := decay**num_steps) < 0.1:
+    if num_steps < 100 or (share := decay**num_steps) < 0.1:
         return
     rate = -math.log(0.01) / num_steps  # Leaves 1 %; rounded up.
     digits = -math.floor(math.log10(rate))

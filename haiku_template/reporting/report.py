@@ -111,7 +111,7 @@ class Report:
         self._write(step, metrics)
         self._display.evaluation(step, metrics)
 
-    def finish(self, step: int, describe: Describe = lambda rows: ()) -> Metrics:
+    def finish(self, step: int, describe: Describe | None = None) -> Metrics:
         """Draws report.png and prints its path; returns the last metrics.
 
         It also prints the lines of `describe`, of rows with all evaluations.
@@ -122,8 +122,9 @@ class Report:
                 self.print(described(goodput(self.workdir)))
         path, last = self.workdir, {}
         rows = sampled(path / METRICS, last.update)
-        with dispensable("the best evaluation"):
-            self.print(*describe(rows))
+        if describe is not None:
+            with dispensable("the best evaluation"):
+                self.print(*describe(rows))
         with dispensable(self.workdir / REPORT):
             path = (not self._follows and plots.write(path, rows)) or path
         self.print(f"done      step {step}; {path}")

@@ -162,7 +162,9 @@ def train(
             stop_when=stop_when,
             watchdog_minutes=watchdog_minutes,
         ).steps(state, start, num_steps)
-        return Result(state, report.finish(last, checkpoints.unsaved_best))
+        unsaved = eval_every and (not save_every or eval_every % save_every)
+        describe = checkpoints.unsaved_best if unsaved else None
+        return Result(state, report.finish(last, describe))
 
 
 class _Run(NamedTuple):

@@ -411,6 +411,16 @@ def test_a_batch_larger_than_the_training_set_is_warned_of(batch_size, said, cap
     assert (words in caplog.text) is said
 
 
+@pytest.mark.parametrize(("save_every", "said"), [(None, True), (2, False)])
+def test_a_run_names_its_best_evaluation_if_it_is_not_saved(
+    tmp_path, capsys, save_every, said
+):
+    """A loss that falls is best, by `max`, in the first one."""
+    every = {"eval_every": 2, "save_every": save_every}
+    train(made(), num_steps=6, workdir=tmp_path, best_mode="max", **every)
+    assert ("at step 2, not saved" in capsys.readouterr().out) is said
+
+
 @pytest.mark.parametrize(
     ("ema_decay", "num_steps", "share", "less"),
     [
