@@ -5,6 +5,7 @@ not read, and JSON is no deeper than what recurses over it can take.
 Why: docs/decisions/storage.md#bounds
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -48,9 +49,10 @@ def is_link(path: str | Path) -> bool:
 
 def dangling(path: Path) -> str:
     """Sentence on a link that leads nowhere, of the path or above it; or ""."""
-    for part in (path, *path.absolute().parents):
-        if is_link(part) and not exists(part):
-            return f"{part} is a link to {os.readlink(part)}, which does not exist"
+    with contextlib.suppress(OSError):  # What is to be explained says more.
+        for part in (path, *path.absolute().parents):
+            if is_link(part) and not exists(part):
+                return f"{part} is a link to {os.readlink(part)}, which does not exist"
     return ""
 
 

@@ -431,6 +431,14 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path, part):
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_path_that_may_not_be_looked_at_is_one_sentence(tmp_path):
+    """Whether a link above it leads nowhere is not known, then."""
+    path = tmp_path / ("x" * 300)
+    words = "too long: .*; use another"
+    with pytest.raises(ConfigError, match=words), workdir.usable(path):
+        path.mkdir()
+
+
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.EIO])
 def test_a_file_system_that_takes_no_lock_file_is_one_sentence(
     tmp_path, monkeypatch, error
