@@ -314,6 +314,13 @@ def test_runs_of_several_seeds_have_a_mean_and_a_deviation(sign):
     assert comparison.over_seeds(runs[:3]) is None
 
 
+def test_seeds_of_an_edited_config_are_told_apart_all_the_same():
+    """Whatever a config.json has there, the runs are tabulated."""
+    runs = [summary([0], 0.1, 1.0), summary({"a": 1}, 0.1, 3.0)]
+    *_, mean, _, seeds = comparison.over_seeds(runs).columns
+    assert [*mean.cells, *seeds.cells] == ["2", "2"]
+
+
 @pytest.mark.parametrize("width", [1, 20, 38])
 def test_a_narrow_terminal_gets_lines_with_the_runs_names(
     run_with, tmp_path, capsys, monkeypatch, width

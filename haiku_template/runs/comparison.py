@@ -190,11 +190,11 @@ def over_seeds(runs: Sequence[Summary]) -> Table | None:
     The deviation is that of a sample. None where no two such runs have other seeds.
     """
     apart = [key for key in differing(runs) if key != "seed"]
-    groups: dict[tuple[str, ...], dict[Any, float]] = {}
+    groups: dict[tuple[str, ...], dict[str, float]] = {}
     for run in runs:
         if run.best and run.state in (DONE, EARLY) and "seed" in run.keys:
             same = (*(str(run.keys.get(key)) for key in apart), run.metric)
-            groups.setdefault(same, {})[run.keys["seed"]] = run.best[0]
+            groups.setdefault(same, {})[str(run.keys["seed"])] = run.best[0]
     several = [(k, [*x.values()]) for k, x in groups.items() if len(x) > 1]
     best = [run.best[0] for run in runs if run.best]  # The best one first.
     several.sort(key=lambda group: np.mean(group[1]), reverse=best[:1] > best[-1:])
