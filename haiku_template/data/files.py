@@ -26,7 +26,7 @@ DEFLATE_MOST = 1032  # Bytes, at most, of one compressed byte.
 PIECE = 2**22  # Bytes unpacked at a time.
 NPY_HEADER = 2**16 + 12  # The longest that NumPy writes without being asked to.
 CIFAR_RECORD = 1 + 3 * 32 * 32
-LABELS = ("y_train", "y_test")
+INPUTS, LABELS = ("x_train", "x_test"), ("y_train", "y_test")
 T = TypeVar("T")
 
 
@@ -45,10 +45,10 @@ class Split(NamedTuple):
 def _split(names: Iterable[str], read: Callable[[str], np.ndarray]) -> Split:
     """Reads the arrays of a split, and all below a name: `x_train/NAME`.
 
-    Labels may be missing, of both parts.
+    Labels may be missing, of both parts; other arrays may be labels by another name.
     """
     names = [*names]
-    has_labels = any(x.partition("/")[0] in LABELS for x in names)
+    has_labels = any(x.partition("/")[0] not in INPUTS for x in names)
 
     def part(name: str) -> Any:
         if name in LABELS and not has_labels:
@@ -157,9 +157,8 @@ def read_npy(directory: Path) -> Split:
 
     Labels may be missing, of both parts.
     """
-    has_labels = any(
-        exists(directory / f"{y}{e}") for y in LABELS for e in ("", ".npy")
-    )
+    has_labels = any(exists(directory / y) for y in LABELS)
+    has_labels |= any(x.stem not in INPUTS for x in directory.glob("[!.]*.npy"))
 
     def read(file: Path) -> np.ndarray:
         # A plain view: slicing numpy.memmap itself is several times slower.

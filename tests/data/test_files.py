@@ -69,7 +69,7 @@ def test_npy_gives_back_what_was_written(tmp_path):
 INPUTS = {name: ARRAYS[name] for name in ("x_train", "x_test")}
 
 
-@pytest.mark.parametrize(
+of_each_kind = pytest.mark.parametrize(
     ("save", "read", "name"),
     [
         (lambda path, arrays: np.savez(path, **arrays), files.read_npz, "a.npz"),
@@ -78,6 +78,9 @@ INPUTS = {name: ARRAYS[name] for name in ("x_train", "x_test")}
     ],
     ids=["npz", "safetensors", "npy"],
 )
+
+
+@of_each_kind
 def test_labels_may_be_missing_of_both_parts_alone(tmp_path, save, read, name):
     save(tmp_path / name, INPUTS)
     x_train, *labels_and_test = read(tmp_path / name)
@@ -85,6 +88,13 @@ def test_labels_may_be_missing_of_both_parts_alone(tmp_path, save, read, name):
     assert labels_and_test[0] is labels_and_test[2] is None
     save(tmp_path / name, INPUTS | {"y_train": ARRAYS["y_train"]})
     with refuses(tmp_path, "y_test"):
+        read(tmp_path / name)
+
+
+@of_each_kind
+def test_labels_by_another_name_are_not_left_out(tmp_path, save, read, name):
+    save(tmp_path / name, INPUTS | {"Y_train": ARRAYS["y_train"]})
+    with refuses(tmp_path, "y_train"):
         read(tmp_path / name)
 
 
