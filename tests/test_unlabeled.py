@@ -1,5 +1,6 @@
 """Runs on batches without labels, from arrays and from what only goes forward."""
 
+import functools
 import json
 import sys
 
@@ -123,14 +124,14 @@ def test_an_autoencoder_needs_no_labels(tmp_path, monkeypatch, placement):
     assert errors.mean() == pytest.approx(expected, rel=1e-5)
 
 
-def scaled(task):
+def scaled(task, preprocess=scale_pixels):
     """A trainer of an autoencoder whose inputs are bytes, scaled on the device."""
     x = np.random.default_rng(0).integers(0, 256, (8, 6)).astype(np.uint8)
     spec = BatchSpec(4, labels="any")
     return Experiment(
         model=hk.transform(lambda inputs: jax.nn.sigmoid(hk.nets.MLP([4, 6])(inputs))),
         task=task,
-        data=from_split(Split(x, None, x, None), spec, preprocess=scale_pixels),
+        data=from_split(Split(x, None, x, None), spec, preprocess=preprocess),
         optimizer=optax.sgd(0.1),
     ).trainer(DeviceManager.create("cpu", num_devices=1))
 
@@ -166,6 +167,14 @@ def test_a_loss_of_inputs_gets_them_as_the_model_does():
 def test_a_loss_of_inputs_that_are_not_preprocessed_is_warned_of(task, warns, caplog):
     check_parts(scaled(task), "eval/loss")
     assert ("before scale_pixels; a task that takes `inputs`" in caplog.text) is warns
+
+
+def test_a_warning_names_the_function_of_a_partial(caplog):
+    def divide(inputs, by):
+        return inputs / by
+
+    check_parts(scaled(of_batch, functools.partial(divide, by=255)), "eval/loss")
+    assert "before divide; a task" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["image", "weight"])

@@ -133,7 +133,8 @@ class Feed:
     def preprocessing(self) -> str:
         """Name of the function that inputs pass through on the device, if any."""
         preprocess = self._experiment.data.preprocess
-        name = getattr(preprocess, "__name__", type(preprocess).__name__)
+        function = getattr(preprocess, "func", preprocess)  # Of functools.partial.
+        name = getattr(function, "__name__", type(function).__name__)
         return "" if preprocess is Data._field_defaults["preprocess"] else name
 
     def host_shapes(self) -> list[Any]:
