@@ -179,12 +179,13 @@ def test_a_warning_names_the_function_of_a_partial(caplog):
 
 @pytest.mark.parametrize("name", ["image", "weight"])
 def test_a_loss_of_inputs_that_pass_as_they_are_is_not_warned_of(name, caplog):
-    x = {"image": np.zeros((8, 6), np.uint8), "weight": np.ones((8, 6), np.float32)}
+    image, weight = np.zeros((8, 2, 3), np.uint8), np.ones((8, 6), np.float32)
+    x = {"image": image, "weight": weight}
     spec = BatchSpec(4, labels="any")
     trainer = Experiment(
-        model=hk.transform(lambda inputs: hk.Linear(6)(inputs["image"])),
+        model=hk.transform(lambda x: hk.Linear(6)(hk.Flatten()(x["image"]))),
         task=lambda outputs, batch: {
-            "loss": jnp.mean(outputs * batch["inputs"][name], axis=1)
+            "loss": jnp.mean(outputs, 1) * batch["inputs"][name].reshape(-1, 6)[:, 0]
         },
         data=from_split(Split(x, None, x, None), spec, preprocess=scale_pixels),
         optimizer=optax.sgd(0.1),

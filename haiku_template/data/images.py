@@ -17,20 +17,23 @@ CIFAR10_STD = np.array((0.2470, 0.2435, 0.2616), np.float32)
 def scale_pixels(images: Any) -> Any:
     """Scales bytes [B, H, W, C] to float32 in [0, 1]; on the device: bytes travel.
 
-    Of a tree of arrays it scales those of bytes; `ConfigError` without any.
+    Of several arrays it scales those of bytes with three dimensions or more: others may
+    be classes. `ConfigError` without any.
     """
-    dtypes = {x.dtype for x in leaves_by_path(images).values()}
-    if np.dtype(np.uint8) not in dtypes:
+    leaves = leaves_by_path(images)
+    least = 3 if len(leaves) > 1 else 0
+
+    def is_image(x: Any) -> bool:
+        return x.dtype == np.uint8 and x.ndim >= least
+
+    if not any(map(is_image, leaves.values())):
+        kinds = [f"{x.dtype}{list(x.shape)}" for x in leaves.values()]
         raise ConfigError(
-            "scale_pixels divides bytes by 255, and the inputs are "
-            f"{some(sorted(map(str, dtypes)))}; leave it out, or give them as uint8"
+            "scale_pixels divides images of bytes by 255, and the inputs are "
+            f"{some(kinds) or 'none'}; give uint8, or scale them in the model"
         )
-
-    def scaled(_: str, x: Any) -> Any:
-        is_bytes = x.dtype == np.uint8
-        return x.astype(np.float32) / np.float32(255) if is_bytes else x
-
-    return map_leaves(scaled, images)
+    share = lambda x: x.astype(np.float32) / np.float32(255)  # noqa: E731
+    return map_leaves(lambda _, x: share(x) if is_image(x) else x, images)
 
 
 def standardize_cifar10(images: Any) -> Any:

@@ -120,8 +120,8 @@ def _warn_of_average(decay: float, num_steps: int) -> None:
     rate = math.ceil(rate * 10**digits) / 10**digits
     logger.warning(
         f"ema_decay={decay}: after {num_steps} steps the averages, as evaluated, "
-        f"are still {share:.0%} of the first parameters; {1 - rate:.{digits}f} leaves "
-        "1 % or less"
+        f"are still {100 * share:.0f} % of the first parameters; "
+        f"{1 - rate:.{digits}f} leaves 1 % or less"
     )
 
 

@@ -135,8 +135,8 @@ class Checkpoints:
         for best in ranked[: len(saved) > 0]:
             if values[best] not in known.values():
                 yield (
-                    f"best      {key} {values[best]:.4g} at step {best}, not saved "
-                    "(save_every=eval_every would)"
+                    f"best      {key} {values[best]:.4g} at step {best}, not saved: "
+                    "see save_every"
                 )
 
     def __enter__(self) -> "Checkpoints":

@@ -40,19 +40,28 @@ def test_scaled_pixels_are_float32_shares_of_255(run):
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["host", "device"])
 def test_of_several_inputs_those_of_bytes_are_scaled(run):
-    inputs = {"image": BYTES, "more": (BYTES[:, :2], np.float32([[3, 300]]))}
+    others = np.float32([[3, 300]]), np.uint8([9]), np.int32([[[300]]])
+    inputs = {"image": BYTES, "more": (BYTES[:, :2], *others)}
     scaled = run(images.scale_pixels)(inputs)
     np.testing.assert_allclose(scaled["image"], BYTES / 255, rtol=1e-6)
     np.testing.assert_allclose(scaled["more"][0], BYTES[:, :2] / 255, rtol=1e-6)
-    np.testing.assert_array_equal(scaled["more"][1], inputs["more"][1])
+    for before, after in zip(others, scaled["more"][1:], strict=True):
+        np.testing.assert_array_equal(before, after)
+        assert before.dtype == after.dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
 def test_what_is_no_byte_is_not_divided_in_silence(dtype):
     """Numbers in [0, 1] would become at most 1 / 255."""
-    words = f"divides bytes by 255, and the inputs are {dtype}; leave it out"
+    words = rf"images of bytes by 255, and the inputs are {dtype}\[1, 16, 16, 1\];"
     with pytest.raises(ConfigError, match=words):
         jax.eval_shape(images.scale_pixels, {"image": BYTES.astype(dtype)})
+
+
+@pytest.mark.parametrize("images_of", [lambda x: x, lambda x: {"pixels": x}])
+def test_bytes_of_flat_images_are_scaled_where_they_are_the_only_inputs(images_of):
+    (scaled,) = jax.tree.leaves(images.scale_pixels(images_of(BYTES.reshape(1, 256))))
+    np.testing.assert_allclose(scaled, BYTES.reshape(1, 256) / 255, rtol=1e-6)
 
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["host", "device"])
