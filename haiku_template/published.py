@@ -10,15 +10,20 @@
     with published.norms_over(axis_name):  # In a model's function.
         outputs = theirs.Net()(inputs, is_training)
 
+    with published.collectives_over(axis_name, "i"):  # There, in a task or a step.
+        loss = theirs.loss(outputs, batch)
+
 Repositories import packages for data and plots next to their models. Imports no JAX.
 Why: docs/decisions/models.md#stand-ins
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +31,9 @@ from typing import Any
 
 from haiku_template.bounded import is_dir, is_file
 from haiku_template.errors import ConfigError
+
+# Of `jax.lax`: reductions, what gathers, and an axis's own numbers.
+COLLECTIVES = ("all_gather", "axis_index", "axis_size", "pmax", "pmean", "pmin", "psum")
 
 
 class StandIn:
@@ -123,6 +131,56 @@ def norms_over(axis_name: str | None) -> Iterator[None]:
 
     with hk.intercept_methods(named):
         yield
+
+
+@contextlib.contextmanager
+def collectives_over(axis_name: str | None, theirs: str) -> Iterator[None]:
+    """Makes collectives of `jax.lax` over an axis of published code be over another.
+
+    Such code names that of its own `jax.pmap`. For what is traced in this context; with
+    None, for one device, the axis that it names has a size of one.
+    """
+    import jax
+
+    def over(collective: Any) -> Any:
+        signature = inspect.signature(collective)
+
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            if bound.arguments["axis_name"] != theirs:
+                return collective(*args, **kwargs)
+            if axis_name is None:
+                return _alone(functools.partial(collective, *args, **kwargs), theirs)
+            bound.arguments["axis_name"] = axis_name
+            return collective(*bound.args, **bound.kwargs)
+
+        return call
+
+    before = {name: getattr(jax.lax, name) for name in COLLECTIVES}
+    try:
+        for name, collective in before.items():
+            setattr(jax.lax, name, over(collective))
+        yield
+    finally:
+        for name, collective in before.items():
+            setattr(jax.lax, name, collective)
+
+
+def _alone(collective: Callable[[], Any], axis_name: str) -> Any:
+    """Calls a collective over an axis of one; sizes of it stay Python's numbers."""
+    import jax
+
+    sizes = []
+
+    def call() -> Any:
+        value = collective()
+        if isinstance(value, int | float):
+            sizes.append(value)
+        return value
+
+    values = jax.vmap(call, axis_name=axis_name, axis_size=1)()
+    return sizes[0] if sizes else jax.tree.map(lambda x: x[0], values)
 
 
 @contextlib.contextmanager

@@ -240,6 +240,35 @@ def test_norms_of_code_that_stays_average_over_the_devices(tmp_path, axis):
     assert four == pytest.approx(one, rel=1e-5)
 
 
+def test_collectives_of_code_that_stays_are_over_the_devices(tmp_path):
+    """As in jaxline's losses; the context ends with it, and names no other axis."""
+
+    def centered(inputs):
+        features = hk.Linear(8)(hk.Flatten()(inputs))
+        count = len(features) * jax.lax.psum(1, "i")  # A number of Python's.
+        assert isinstance(count, int)
+        every = jax.lax.all_gather(features, "i", tiled=True)
+        assert len(every) == count
+        mean = jax.lax.pmean({"all": features.mean(axis=0)}, axis_name="i")["all"]
+        return hk.Linear(3)(features - (mean + every.mean(axis=0)) / 2)
+
+    def forward(axis_name, inputs):
+        with published.collectives_over(axis_name, "i"):
+            return centered(inputs) + 0 * jax.lax.axis_index("i")
+
+    losses = []
+    for count, axis_name in ((1, None), (4, "data")):
+        model = hk.transform(functools.partial(forward, axis_name))
+        trainer, workdir = made(count, model=model), tmp_path / str(count)
+        losses.append(train(trainer, num_steps=4, workdir=workdir).metrics)
+    one, four = (metrics["train/loss"] for metrics in losses)
+    assert four == pytest.approx(one, rel=1e-5)
+    with pytest.raises(NameError, match="unbound axis name: i"):
+        jax.make_jaxpr(lambda x: jax.lax.pmean(x, "i"))(1.0)
+    with published.collectives_over(None, "i"), pytest.raises(NameError, match="j"):
+        jax.make_jaxpr(lambda x: jax.lax.pmean(x, "j"))(1.0)
+
+
 def test_a_codebook_without_state_needs_no_axis(tmp_path):
     def forward(inputs):
         quantized = hk.nets.VectorQuantizer(4, 8, 0.25)(hk.Linear(4)(inputs), True)
