@@ -230,7 +230,11 @@ def import_module(name: str, folder: str | Path) -> ModuleType:
             setattr(parent, names[n - 1], module)
         parent = module
     if parent is not None:
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            _say_emptied(error)
+            raise
     if name not in sys.modules:
         spec = PathFinder.find_spec(name, [str(folder)])
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -241,6 +245,18 @@ def import_module(name: str, folder: str | Path) -> ModuleType:
             raise
     _check_place(sys.modules[name], file)
     return sys.modules[name]
+
+
+def _say_emptied(error: ImportError) -> None:
+    """Adds to an error of a missing name that its package's init was left out."""
+    module = sys.modules.get(error.name or "")
+    places = [] if hasattr(module, "__file__") else getattr(module, "__path__", ())
+    if any(is_file(Path(place, "__init__.py")) for place in places):
+        error.add_note(
+            f"{error.name} was imported without its __init__, as import_module does; "
+            "where code takes names of that, import it as ever, with its folder in "
+            "sys.path, and stand_ins for what is not installed"
+        )
 
 
 def _check_place(module: ModuleType, path: Path) -> None:

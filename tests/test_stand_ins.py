@@ -167,6 +167,24 @@ def test_a_module_is_imported_without_the_init_of_its_packages(folder):
             published.import_module(name, where)
 
 
+def test_a_name_of_an_init_that_was_left_out_is_said_to_be_one(folder):
+    """As of Jumanji's environments, which its networks take from their package."""
+    (folder / "theirs_emptied").mkdir()
+    (folder / "theirs_emptied" / "__init__.py").write_text("class Env:\n    pass\n")
+    for name, line in (
+        ("net", "from theirs_emptied import Env"),
+        ("no", "import absnt"),
+    ):
+        (folder / "theirs_emptied" / f"{name}.py").write_text(f"{line}\n")
+    with pytest.raises(ImportError) as caught:
+        published.import_module("theirs_emptied.net", folder)
+    words = "theirs_emptied was imported without its __init__, as import_module does"
+    assert caught.value.__notes__[0].startswith(words)
+    with pytest.raises(ImportError) as caught:
+        published.import_module("theirs_emptied.no", folder)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_stand_in_of_a_part_leaves_its_package(folder):
     (folder / "theirs_partly").mkdir()
     (folder / "theirs_partly" / "__init__.py").touch()

@@ -128,7 +128,7 @@ def check_leaves(old: Any, new: Any, source: str) -> None:
             raise ConfigError(
                 f"{source} returns a state whose {name} is {after.get(name, 'gone')} "
                 f"and was {before.get(name, 'not there')}; leaves, shapes and dtypes "
-                "of a state must stay"
+                "of a state must stay, on any number of devices"
             )
 
 

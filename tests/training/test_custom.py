@@ -106,6 +106,28 @@ def test_a_custom_step_is_the_same_on_four_devices(tmp_path):
         assert a == pytest.approx(b, abs=1e-6)
 
 
+def test_a_state_with_an_axis_of_devices_is_said_to_be_none_for_any_number(tmp_path):
+    """It is right on four devices; the step is traced for one, too, for resuming."""
+
+    def with_keys(rng, batch):
+        keys = jax.random.key_data(jax.random.split(rng, 4))
+        return init(rng, batch) | {"net_state": {"keys": keys}}
+
+    def with_own_key(state, batch, rng, axis_name):
+        device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+        keys = state.net_state["keys"][device][None]
+        if axis_name is not None:
+            keys = jax.lax.all_gather(keys, axis_name, tiled=True)
+        new, scalars = step(state, batch, rng, axis_name)
+        return new._replace(net_state={"keys": keys}), scalars
+
+    devices = DeviceManager.create("cpu", num_devices=4)
+    trainer = own(init=with_keys, step=with_own_key).trainer(devices)
+    words = r"'keys'\] is uint32\[1, 2\] and was uint32\[4, 2\].* any number of devices"
+    with pytest.raises(ConfigError, match=words):
+        train(trainer, num_steps=1, workdir=tmp_path)
+
+
 def test_a_custom_step_needs_no_task_without_an_evaluation_set(tmp_path, one_device):
     experiment = own(task=None, data=DATA._replace(evaluation=None))
     result = train(experiment.trainer(one_device), num_steps=2, workdir=tmp_path)
