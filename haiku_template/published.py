@@ -51,7 +51,8 @@ class StandIn:
         # `copy` asks for them; NumPy before 2.4 for the dtype of a dtype, without end.
         is_dtype = name == "dtype" and self._name.endswith(".dtype")
         if name.startswith("__") or name == "_name" or is_dtype:
-            raise AttributeError(f"a stand-in has no {name}")
+            whose = vars(self).get("_name", "a name")  # A copy has none at first.
+            raise AttributeError(f"a stand-in for {whose} has no {name}")
         return vars(self).setdefault(name, StandIn(f"{self._name}.{name}"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -126,6 +126,15 @@ def test_a_stand_in_never_becomes_a_value(folder, use):
     assert flow_not_here.float32 == flow_not_here.float32 != flow_not_here.float16
 
 
+def test_what_a_stand_in_lacks_is_said_with_its_name():
+    """As where an installed package asks for what it could import, and now can."""
+    with published.stand_ins("flow_not_here"):
+        import flow_not_here
+    with pytest.raises(AttributeError, match="for flow_not_here.ones has no __qualn"):
+        _ = flow_not_here.ones.__qualname__
+    assert repr(copy.copy(flow_not_here.ones)) == repr(flow_not_here.ones)
+
+
 def test_what_is_installed_is_never_stood_in_for():
     import json as real
 
