@@ -150,7 +150,7 @@ def train(
         trainer.compile()
         signals.listen()  # Until all that is open here is closed.
         report.begin(start, profile, writers)
-        state, last = _Run(
+        run = _Run(
             trainer.with_replay(sdc_replay, budget) if sdc_replay else trainer,
             directory,
             report,
@@ -161,10 +161,8 @@ def train(
             hooks=tuple(hooks),
             stop_when=stop_when,
             watchdog_minutes=watchdog_minutes,
-        ).steps(state, start, num_steps)
-        unsaved = eval_every and (not save_every or eval_every % save_every)
-        describe = checkpoints.unsaved_best if unsaved else None
-        return Result(state, report.finish(last, describe))
+        )
+        return Result(*run.steps(state, start, num_steps))
 
 
 class _Run(NamedTuple):
@@ -181,8 +179,8 @@ class _Run(NamedTuple):
     stop_when: Callable[[list[dict[str, Any]]], bool] | None
     watchdog_minutes: float | None
 
-    def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
-        """Runs steps `start + 1` to `stop`, or fewer, saved; returns the last one, too.
+    def steps(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, Any]:
+        """Runs steps `start + 1` to `stop`, or fewer, saved; returns the metrics, too.
 
         Raises an error of the data, an evaluation or a hook once the steps before it
         are saved, but for numbers that are not finite.
@@ -194,7 +192,10 @@ class _Run(NamedTuple):
             with self.trainer.devices.explicit_transfers(), self.signals.saving(self):
                 state, last = run._loop(state, start, stop)
             self.checkpoints.wait()
-        return state, last
+        _, evaluates, saves = self.every
+        unsaved = evaluates and (not saves or evaluates % saves)
+        describe = self.checkpoints.unsaved_best if unsaved else None
+        return state, self.report.finish(last, describe)
 
     def _loop(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, int]:
         every, timer = self.every, self.checkpoints.timer

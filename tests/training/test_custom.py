@@ -261,10 +261,10 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
             lambda outputs, batch: Task(cross_entropy),
             "returns Task; .* or the Task be named itself: module:TASK",
         ),
-        (lambda a, b, c: {}, "the task takes a, b, c; possible are outputs, batch"),
+        (lambda a, b, c: {}, "the task takes a, b, c; possible are outputs, inputs, "),
         (
             lambda params, net_state, batch: {"loss": batch["inputs"].mean(-1)},
-            "the task takes net_state; possible are outputs, batch",
+            "the task takes net_state; possible are outputs, inputs, batch",
         ),
     ],
 )
