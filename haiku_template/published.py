@@ -138,7 +138,8 @@ def norms_over(axis_name: str | None) -> Iterator[None]:
 def collectives_over(axis_name: str | None, theirs: str) -> Iterator[None]:
     """Makes collectives of `jax.lax` over an axis of published code be over another.
 
-    Such code names that of its own `jax.pmap`. For what is traced in this context; with
+    Such code names that of its own `jax.pmap`. For what is traced in this context and
+    calls them by `jax.lax` (not in the backward function of a `jax.custom_vjp`); with
     None, for one device, the axis that it names has a size of one.
     """
     import jax
