@@ -1,4 +1,4 @@
-"""Runs an old script with the names that JAX and optax removed put back.
+"""Runs an old script with the names that JAX, optax and NumPy removed put back.
 
     python -m haiku_template.compat old_script.py ARGS
 
@@ -17,12 +17,14 @@ used it. Where the meaning has changed, and for what only words replace in
 docs/decisions/doctor.md#compat
 """
 
+import builtins
 import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -31,6 +33,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from haiku_template.errors import chain
 
@@ -104,7 +108,18 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "jax.random.shuffle": lambda jax: (
         lambda key, x, axis=0: jax.random.permutation(key, x, axis, independent=True)
     ),
+    "numpy.NINF": lambda _: -math.inf,
+    "numpy.NZERO": lambda _: -0.0,
+    "numpy.PZERO": lambda _: 0.0,
+    "numpy.alen": lambda _: len,
+    "numpy.asfarray": lambda _: lambda a, dtype=float: np.asarray(a, dtype),
+    "numpy.asscalar": lambda _: lambda a: a.item(),
+    "numpy.in1d": lambda _: lambda a, b, *x, **k: np.isin(a, b, *x, **k).ravel(),
+    "numpy.msort": lambda _: lambda a: np.sort(a, axis=0),
+    "numpy.unicode": lambda _: str,
 }
+OF_PYTHON = ("int", "float", "complex", "object", "str")  # NumPy had its names, too.
+MAKERS |= {f"numpy.{x}": lambda _, x=x: getattr(builtins, x) for x in OF_PYTHON}
 # Removed keywords whose values change: each maps an old value to new keywords.
 KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "jax.nn.log_softmax(initial)": lambda value: {},
@@ -116,7 +131,7 @@ KEYWORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
         {"assume_a": "pos"} if value else {}
     ),
 }
-PACKAGES = ("jax", "haiku", "optax")
+PACKAGES = ("jax", "haiku", "optax", "numpy")
 FIRST = "jax.numpy.clip(a)"  # Positional alone today.
 # Rows that stay gone, and why.
 NOT_SERVED = {  # Why: docs/decisions/doctor.md#removed-arguments
@@ -127,6 +142,8 @@ NOT_SERVED = {  # Why: docs/decisions/doctor.md#removed-arguments
 UNEXPECTED = re.compile(
     r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'"
 )
+# Words of NumPy's own errors, which have no name.
+OF_NUMPY = re.compile(r"(?:module 'numpy' has no attribute '|`np\.)(\w+)")
 BACK = (
     "; or config.compat = True puts it back, and in a config file that needs it "
     "itself, compat.install() (from haiku_template import compat)"
@@ -203,6 +220,8 @@ def _missed(error: BaseException) -> list[str]:
         return [f"{name}.{match[1]}"] if match else [str(name), f"import {name}"]
     if type(error) is TypeError and (match := UNEXPECTED.match(str(error))):
         return [x for x in removed() if x.endswith(f".{match[1]}({match[2]})")]
+    if isinstance(error, AttributeError) and (match := OF_NUMPY.match(str(error))):
+        return [f"numpy.{match[1]}"]
     return []
 
 
@@ -222,7 +241,7 @@ class _Finder:
     """
 
     def __init__(self) -> None:
-        self.waiting = {*PACKAGES}
+        self.waiting = {*PACKAGES} - sys.modules.keys()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.waiting:
@@ -247,10 +266,10 @@ def run(script: str, arguments: list[str]) -> None:
     sys.modules["__main__"], sys.argv = main, [script, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    if "jax" in sys.modules:
-        install()
-    else:  # Once it is imported, which may need variables set before.
-        sys.meta_path.insert(0, _Finder())
+    for package in sys.modules.keys() & {*PACKAGES}:
+        _install(package)
+    # Once one is imported, which may need variables set before.
+    sys.meta_path.insert(0, _Finder())
     exec(compile(Path(script).read_bytes(), script, "exec"), vars(main))
 
 
@@ -302,7 +321,7 @@ def _value(module: str, name: str) -> Any:
     if path in HOMES and path in sys.modules:
         return sys.modules[path]
     if path in MAKERS:
-        return MAKERS[path](sys.modules["jax"])
+        return MAKERS[path](sys.modules.get("jax"))
     if row and PATH.fullmatch(row.instead):
         return _find(row.instead)
     # Of a module that is there, names in the table alone: others never were.

@@ -1,4 +1,4 @@
-"""Names that JAX, Haiku and optax removed, as one table.
+"""Names that JAX, Haiku, optax and NumPy removed, as one table.
 
 A line has the version, the module, its names, and after `=` what to write instead: a
 path of the same meaning, where `{}` is the name itself, or words. A module stands for
@@ -287,6 +287,36 @@ optax.contrib.{}
 0.1.8 optax.experimental: named_chain = optax.named_chain
 0.1.8 optax.experimental: GradientTransformationWithExtraArgs = \
 optax.GradientTransformationExtraArgs
+
+1.18.0 numpy: rank = numpy.ndim
+1.23.0 numpy: alen = len
+1.23.0 numpy: asscalar = x.item()
+1.24.0 numpy: int float complex object str = {}
+1.24.0 numpy: unicode = str
+2.0.0 numpy: product = numpy.prod
+2.0.0 numpy: cumproduct = numpy.cumprod
+2.0.0 numpy: alltrue = numpy.all
+2.0.0 numpy: sometrue = numpy.any
+2.0.0 numpy: round_ = numpy.round
+2.0.0 numpy: mat = numpy.asmatrix
+2.0.0 numpy: Inf Infinity infty PINF = numpy.inf
+2.0.0 numpy: NaN = numpy.nan
+2.0.0 numpy: NINF = -numpy.inf
+2.0.0 numpy: PZERO NZERO = 0.0 or -0.0
+2.0.0 numpy: float_ = numpy.float64
+2.0.0 numpy: complex_ cfloat = numpy.complex128
+2.0.0 numpy: singlecomplex = numpy.complex64
+2.0.0 numpy: longfloat = numpy.longdouble
+2.0.0 numpy: clongfloat longcomplex = numpy.clongdouble
+2.0.0 numpy: string_ = numpy.bytes_
+2.0.0 numpy: unicode_ = numpy.str_
+2.0.0 numpy: asfarray = numpy.asarray(x, dtype=float)
+2.0.0 numpy: msort = numpy.sort(x, axis=0)
+2.0.0 numpy: find_common_type = numpy.result_type(...)
+2.0.0 numpy: cast = numpy.asarray(x, dtype)
+2.4.0 numpy: in1d = numpy.isin(a, b).ravel()
+2.4.0 numpy: trapz = numpy.trapezoid
+2.5.0 numpy: row_stack = numpy.vstack
 """
 
 

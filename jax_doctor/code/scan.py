@@ -11,7 +11,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 SCOPES = (*FUNCTIONS, ast.ClassDef, *COMPREHENSIONS)
 MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 VERSION = re.compile(r"(?i)jax.*version|__version(_info)?__")
-PACKAGES = ("jax", "haiku", "optax")  # And jaxlib.
+PACKAGES = ("jax", "haiku", "optax", "numpy")  # And jaxlib.
 BINDERS = (*FUNCTIONS[:2], ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 Paths = dict[str, str]  # Of modules and what they hold, by the variable bound to them.
 

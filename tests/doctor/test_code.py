@@ -100,7 +100,7 @@ LOOK_ALIKES = [
     "from . import jax\njax.tree_map(f, x)",
     "from .jax.config import config",
     "import mine as jax\njax.tree_map(f, x)",
-    "import numpy as jnp  # not jax\njnp.in1d(x, y); jnp.clip(x, a_min=0)",
+    "import numpy as jnp  # not jax\njnp.DeviceArray(x); jnp.clip(x, a_min=0)",
     "import jax\njax.config.update('jax_enable_x64', True)\nfrom jax import config",
     "import jax\nx.device_put_sharded; x.jax.util; jax.numpy.clip(x, 0, max=1)",
     "import jax\ndict(a_min=jax.numpy.clip(x)); jax.numpy.max(x, interpolation=1)",
