@@ -52,7 +52,7 @@ def dangling(path: Path) -> str:
     with contextlib.suppress(OSError):  # What is to be explained says more.
         for part in (path, *path.absolute().parents):
             if is_link(part) and not exists(part):
-                return f"{part} is a link to {os.readlink(part)}, which does not exist"
+                return f"{part} is a link to {os.readlink(part)}, and leads nowhere"
     return ""
 
 

@@ -292,6 +292,12 @@ def test_without_asking_jax_is_untouched():
     fresh(code)
 
 
+def test_the_table_has_all_names_that_numpy_says_it_removed():
+    gone = importlib.import_module("numpy._expired_attrs_2_0").__expired_attributes__
+    gone = {*gone, *getattr(np, "__former_attrs__", ())}
+    assert len(gone) > 50 and {f"numpy.{name}" for name in gone} <= REMOVED.keys()
+
+
 @pytest.mark.parametrize("row", REMOVED.values(), ids=REMOVED.keys())
 @pytest.mark.filterwarnings("ignore")
 def test_the_table_is_true_of_this_jax(row):

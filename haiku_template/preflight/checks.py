@@ -112,7 +112,7 @@ def _warn_of_few(rows: int, size: int) -> None:
 
 
 def _warn_of_average(decay: float, num_steps: int) -> None:
-    """Warns of averages that are mostly the first parameters after all steps."""
+    """Warns of averages that keep a tenth or more of the first parameters."""
     if num_steps < 100 or (share := decay**num_steps) < 0.1:
         return
     rate = -math.log(0.01) / num_steps  # Leaves 1 %; rounded up.

@@ -39,6 +39,11 @@ class Intervals(NamedTuple):
     evaluate: int | None
     save: int | None
 
+    @property
+    def some_unsaved(self) -> bool:
+        """Tests for evaluations of steps that are not saved."""
+        return bool(self.evaluate and (not self.save or self.evaluate % self.save))
+
 
 class Event(NamedTuple):
     """Event for hooks: a step, an evaluation, or a save that has begun."""
@@ -192,8 +197,7 @@ class _Run(NamedTuple):
             with self.trainer.devices.explicit_transfers(), self.signals.saving(self):
                 state, last = run._loop(state, start, stop)
             self.checkpoints.wait()
-        _, evaluates, saves = self.every
-        unsaved = evaluates and (not saves or evaluates % saves)
+        unsaved = self.every.some_unsaved
         describe = self.checkpoints.unsaved_best if unsaved else None
         return state, self.report.finish(last, describe)
 

@@ -231,7 +231,7 @@ def _warn_of_unsaved(config: ConfigDict) -> None:
             "config.early_stop.patience counts evaluations, and config.eval_every=None "
             "makes one, at the end"
         )
-    if config.keep_best and evaluates and (not saves or evaluates % saves):
+    if config.keep_best and loop.Intervals(None, evaluates, saves).some_unsaved:
         logger.warning(
             f"config.save_every={saves}: the step whose {config.early_stop.metric} is "
             f"best may not be saved; config.save_every={evaluates} saves each that is "

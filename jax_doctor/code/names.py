@@ -314,6 +314,26 @@ optax.GradientTransformationExtraArgs
 2.0.0 numpy: msort = numpy.sort(x, axis=0)
 2.0.0 numpy: find_common_type = numpy.result_type(...)
 2.0.0 numpy: cast = numpy.asarray(x, dtype)
+2.0.0 numpy: DataSource = numpy.lib.npyio.DataSource
+2.0.0 numpy: add_docstring add_newdoc tracemalloc_domain = numpy.lib.{}
+2.0.0 numpy: byte_bounds = numpy.lib.array_utils.byte_bounds
+2.0.0 numpy: compare_chararrays = numpy.char.compare_chararrays
+2.0.0 numpy: format_parser = numpy.rec.format_parser
+2.0.0 numpy: fastCopyAndTranspose = x.T.copy()
+2.0.0 numpy: issctype = issubclass(x, numpy.generic)
+2.0.0 numpy: issubclass_ = issubclass(a, b)
+2.0.0 numpy: issubsctype = numpy.issubdtype(a, b)
+2.0.0 numpy: nbytes = numpy.dtype(x).itemsize
+2.0.0 numpy: obj2sctype = numpy.dtype(x).type
+2.0.0 numpy: sctype2char = numpy.dtype(x).char
+2.0.0 numpy: maximum_sctype sctypes = a dtype
+2.0.0 numpy: recfromcsv recfromtxt = numpy.genfromtxt(...)
+2.0.0 numpy: safe_eval = ast.literal_eval(text)
+2.0.0 numpy: source = inspect.getsource(x)
+2.0.0 numpy: deprecate deprecate_with_doc = warnings.deprecated, of Python 3.13
+2.0.0 numpy: geterrobj seterrobj = numpy.errstate(...)
+2.0.0 numpy: set_string_function = numpy.set_printoptions(...)
+2.0.0 numpy: add_newdoc_ufunc get_array_wrap lookfor set_numeric_ops who =
 2.4.0 numpy: in1d = numpy.isin(a, b).ravel()
 2.4.0 numpy: trapz = numpy.trapezoid
 2.5.0 numpy: row_stack = numpy.vstack

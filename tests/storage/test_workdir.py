@@ -426,7 +426,7 @@ def test_a_path_that_cannot_be_is_one_sentence(tmp_path, part):
 def test_a_link_that_leads_nowhere_is_named(tmp_path, part):
     """As that of a scratch disk that was cleared."""
     (tmp_path / "runs").symlink_to("gone/runs")
-    with pytest.raises(ConfigError, match="runs is a link to gone/runs, which does"):
+    with pytest.raises(ConfigError, match="runs is a link to gone/runs, and leads"):
         run(tmp_path / part)
     assert not (tmp_path / "gone").exists()
 

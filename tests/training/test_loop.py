@@ -222,6 +222,14 @@ def test_a_norm_without_the_axis_is_said_before_step_0(tmp_path):
     train(made(1, model=model), num_steps=1, workdir=tmp_path)
 
 
+def losses_of(transform, forward, folder):
+    """Last losses on one device and on four, whose axis `forward` takes first."""
+    for count, axis_name in ((1, None), (4, "data")):
+        model = transform(functools.partial(forward, axis_name))
+        trainer, workdir = made(count, model=model), folder / str(count)
+        yield train(trainer, num_steps=4, workdir=workdir).metrics["train/loss"]
+
+
 @pytest.mark.parametrize("axis", [None, "i"])
 def test_norms_of_code_that_stays_average_over_the_devices(tmp_path, axis):
     """Published norms name no axis, or that of their own `jax.pmap`."""
@@ -231,12 +239,7 @@ def test_norms_of_code_that_stays_average_over_the_devices(tmp_path, axis):
             norm = hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis)
         return hk.Linear(3)(norm(hk.Flatten()(inputs), is_training))
 
-    losses = []
-    for count, axis_name in ((1, None), (4, "data")):
-        model = hk.transform_with_state(functools.partial(forward, axis_name))
-        trainer, workdir = made(count, model=model), tmp_path / str(count)
-        losses.append(train(trainer, num_steps=4, workdir=workdir).metrics)
-    one, four = (metrics["train/loss"] for metrics in losses)
+    one, four = losses_of(hk.transform_with_state, forward, tmp_path)
     assert four == pytest.approx(one, rel=1e-5)
 
 
@@ -256,12 +259,7 @@ def test_collectives_of_code_that_stays_are_over_the_devices(tmp_path):
         with published.collectives_over(axis_name, "i"):
             return centered(inputs) + 0 * jax.lax.axis_index("i")
 
-    losses = []
-    for count, axis_name in ((1, None), (4, "data")):
-        model = hk.transform(functools.partial(forward, axis_name))
-        trainer, workdir = made(count, model=model), tmp_path / str(count)
-        losses.append(train(trainer, num_steps=4, workdir=workdir).metrics)
-    one, four = (metrics["train/loss"] for metrics in losses)
+    one, four = losses_of(hk.transform, forward, tmp_path)
     assert four == pytest.approx(one, rel=1e-5)
     with pytest.raises(NameError, match="unbound axis name: i"):
         jax.make_jaxpr(lambda x: jax.lax.pmean(x, "i"))(1.0)
