@@ -1,5 +1,6 @@
 """Checks of a run before step 0, by tracing alone."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,6 +8,7 @@ from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from haiku_template.data import ArrayDataset, each_shape, without_workers
@@ -14,10 +16,10 @@ from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
 from haiku_template.models.forms import inputs_of, with_inputs
 from haiku_template.registry import IMPORTING
-from haiku_template.training.evaluation import numbers_text, pad, summarize
+from haiku_template.training.evaluation import num_rows, numbers_text, pad, summarize
 from haiku_template.training.initial import dependents
 from haiku_template.training.state import split_seed
-from haiku_template.training.tasks import example_values
+from haiku_template.training.tasks import example_values, facts_of
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ def check_parts(
         _warn_of_average(decay, num_steps)
     if (name := trainer.feed.preprocessing) and trainer.experiment.step is None:
         _warn_of_raw_inputs(trainer, name)
+    if trainer.recipe.task.labels == "any" and trainer.experiment.step is None:
+        _warn_of_neighbours(trainer)
     check_evaluation(trainer, best_metric, stop_when)
 
 
@@ -95,6 +99,74 @@ def _warn_of_raw_inputs(trainer: Trainer, name: str) -> None:
             "the loss uses the inputs of `batch`, which are as the data has them, "
             f"before {name}; a task that takes `inputs` gets them as the model does"
         )
+
+
+def _warn_of_neighbours(trainer: Trainer) -> None:
+    """Warns of a user's loss of an example that depends on other rows of a batch.
+
+    A loss of the whole batch, [], is not looked at: an average is one.
+    """
+    recipe, evaluation = trainer.recipe, trainer.experiment.data.evaluation
+    taken = facts_of(recipe.task.values).values()
+    apart = trainer.devices.axis_name is not None and "axis_name" not in taken
+    several, pads = recipe.accumulate_steps > 1, evaluation and "mask" not in taken
+    sees = False
+    with contextlib.suppress(Exception):  # A task may refuse made-up outputs.
+        sees = bool(apart or several or pads) and _sees_neighbours(trainer)
+    rows = {
+        "those of its own device alone (a task that takes axis_name can gather all)": (
+            sees and apart
+        ),
+        "those of its micro-batch alone": sees and several,
+        "padding in evaluation, too (a task that takes mask can leave it out)": (
+            sees and pads and _is_padded(evaluation)
+        ),
+    }
+    if found := [text for text, is_so in rows.items() if is_so]:
+        logger.warning(
+            "the loss of an example depends on other rows of its batch, which are "
+            f"{', and '.join(found)}: docs/extend.md"
+        )
+
+
+def _is_padded(dataset: Any) -> bool:
+    last = dataset.batch(dataset.num_batches - 1)
+    return num_rows(last) < num_rows(dataset.batch(0))
+
+
+def _sees_neighbours(trainer: Trainer) -> bool:
+    """Computes a loss of two made-up outputs, equal in the first row alone."""
+    recipe, devices, steps = trainer.recipe, trainer.devices, trainer.experiment.steps
+    parts = devices.num_devices * recipe.accumulate_steps
+    rows, draw = max(2, trainer.feed.batch_size // parts), np.random.default_rng(0)
+    key, shapes = split_seed(recipe.seed).params, []
+
+    def look(variables: Any, frozen: Any, batch: Any) -> None:
+        facts, _ = steps.forward(recipe, variables, frozen, batch, (key, key), True)
+        shapes.append(canonical_shapes((facts["outputs"], facts["inputs"])))
+
+    def made(x: Any) -> np.ndarray:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return np.zeros(x.shape, x.dtype)
+        return draw.uniform(0.1, 0.9, x.shape).astype(x.dtype)  # Also probabilities.
+
+    (params, *_), _ = model = trainer.abstract.of_model()
+    batch = canonical_shapes(each_shape(trainer.experiment.data.train)[0], rows=rows)
+    devices.abstract(look, *model, batch)
+    outputs, inputs, batch, params = jax.tree.map(made, (*shapes[0], batch, params))
+    others = jax.tree.map(lambda x: np.concatenate([x[:1], made(x[1:])]), outputs)
+    facts = {"inputs": inputs, "batch": batch, "params": params, "rng": key}
+    facts |= {"step": np.int32(0), "mask": np.ones(rows, bool), "is_training": True}
+    names = facts_of(recipe.task.values).items()
+
+    def loss(outputs: Any) -> Any:
+        given = facts | {"outputs": outputs, "axis_name": None}
+        return recipe.task.values(**{name: given[fact] for name, fact in names})["loss"]
+
+    with devices.on_host(), devices.implicit_transfers():
+        one, other = (np.asarray(jax.jit(loss)(x)) for x in (outputs, others))
+    is_each = one.shape[:1] == (rows,)
+    return is_each and not np.allclose(one[0], other[0], rtol=1e-3, equal_nan=True)
 
 
 def _imported(module: str) -> ConfigError:
