@@ -22,7 +22,13 @@ from haiku_template.params import flatten, mutable, ordered, unflatten
 from haiku_template.stored import is_form
 from haiku_template.training.custom import preprocessed
 from haiku_template.training.optimizers import own_averages
-from haiku_template.training.state import Recipe, TrainState, split_seed, strong
+from haiku_template.training.state import (
+    Recipe,
+    TrainState,
+    seed_array,
+    split_seed,
+    strong,
+)
 
 if TYPE_CHECKING:
     from haiku_template.training.experiment import Experiment
@@ -34,7 +40,8 @@ AVERAGE = {"average", "hidden", "counter"}
 NO_TUNING = tuning.Finetuning()
 FIELDS = ("params", "net_state", "opt_state", "ema_params")  # Of a custom init.
 Paths = tuple[str, ...]
-# A function to first fields, their shapes, and paths of those that need the batch.
+# A function of a recipe and inputs to first fields, their shapes, and paths of those
+# that need the inputs.
 Traced = tuple[Callable[..., Any], dict[str, Any], Paths]
 
 
@@ -45,6 +52,7 @@ class Initializer:
       recipe: the experiment's, with its plan of trainable and frozen parameters.
       abstract: shapes and dtypes of the first state.
       from_batch: leaves of the first state, by path, that are made of the first batch.
+      seed: the recipe's, as `seed_array`.
     """
 
     def __init__(
@@ -55,12 +63,14 @@ class Initializer:
         example: Any,
     ) -> None:
         self._experiment, self._devices, self._example = experiment, devices, example
+        self.seed = seed_array(recipe.seed)
         axis_name, init = devices.axis_name, experiment.init
         if init is None:
             traced = trace_model_init(recipe, example, axis_name)
         else:
-            first = functools.partial(init_custom, recipe, init, example)
-            traced = first, *dependents(first, example, axis_name)
+            first = functools.partial(init_custom, init=init, batch=example)
+            bound = functools.partial(first, recipe)
+            traced = first, *dependents(bound, example, axis_name)
         self._first, fields, self.from_batch = traced
         shapes = Layout(devices.devices).place(fields)
         self._params, self._net_state = shapes["params"], shapes.get("net_state", {})
@@ -69,7 +79,8 @@ class Initializer:
         if experiment.init_from is not None or experiment.finetuning != NO_TUNING:
             _check_names(self._params)
         if experiment.finetuning != NO_TUNING:
-            axes = tuning.convolutions(lambda: devices.abstract(self._first))
+            bound = functools.partial(self._first, recipe)
+            axes = tuning.convolutions(lambda: devices.abstract(bound))
             plan = tuning.make_plan(experiment.finetuning, self._params, axes)
         kinds = {x.dtype for x in jax.tree.leaves(self._params)}
         if not all(jnp.issubdtype(x, jnp.inexact) for x in kinds):
@@ -78,12 +89,13 @@ class Initializer:
             read = {f"params/{x}" for x in flatten(self._params).keys() - plan.fresh}
             self.from_batch = tuple(x for x in self.from_batch if x not in read)
         self.recipe = recipe._replace(plan=plan)
-        self._init = self.function(devices.axis_name)
+        of_axis = self.recipe._replace(axis_name=devices.axis_name)
+        self._init = functools.partial(first_state, of_axis, self._first)
         # Of shapes: tracing a deep model's init once more takes seconds.
-        state = lambda fields: first_state(self.recipe, lambda _: fields, {})  # noqa: E731
+        state = lambda fields: first_state(self.recipe, lambda *_: fields, 0, {})  # noqa: E731
         self.abstract = devices.abstract(state, fields)
         if plan.frozen:
-            frozen = devices.abstract(self._frozen_of_seed)
+            frozen = devices.abstract(self._frozen_of_seed, self.seed)
             self.abstract = self.abstract._replace(frozen=frozen)
         if any(jnp.issubdtype(x, jnp.complexfloating) for x in kinds):
             _check_moments(flatten(self._params), flatten(self.abstract.opt_state))
@@ -93,7 +105,7 @@ class Initializer:
     def function(self, axis_name: str | None) -> Callable[..., TrainState]:
         """Makes the pure function of pretrained leaves to a first state."""
         recipe = self.recipe._replace(axis_name=axis_name)
-        return functools.partial(first_state, recipe, self._first)
+        return functools.partial(first_state, recipe, self._first, recipe.seed)
 
     def init(self, layout: Layout) -> TrainState:
         """Makes the train state before step 0 where a layout has it.
@@ -105,7 +117,9 @@ class Initializer:
         inputs = self._first_inputs() if self.from_batch else None
         if experiment.init_from is not None or adapters is not None:
             return self._init_pretrained(frozen, inputs, layout)
-        state = self._devices.init(self._init, {}, None, inputs, layout=layout)
+        state = self._devices.init(
+            self._init, self.seed, {}, None, inputs, layout=layout
+        )
         return state._replace(frozen=frozen)
 
     def _init_pretrained(
@@ -136,15 +150,19 @@ class Initializer:
             others = {k: x for k, x in flatten(state.params).items() if k not in leaves}
             return state._replace(params=unflatten(others))
 
-        state = self._devices.init(init, leaves, net_state, inputs, layout=layout)
+        state = self._devices.init(
+            init, self.seed, leaves, net_state, inputs, layout=layout
+        )
         params = unflatten(flatten(state.params) | leaves)
         return state._replace(params=params, frozen=frozen)
 
     def lower(self, layout: Layout) -> Any:
         """Lowers the function that makes the first state from the seed."""
         inputs = self._inputs(self._example) if self.from_batch else None
-        shapes = canonical_shapes(inputs, self._devices.replicated)
-        return self._devices.lower_init(self._init, {}, None, shapes, layout=layout)
+        seed, inputs = canonical_shapes((self.seed, inputs), self._devices.replicated)
+        return self._devices.lower_init(
+            self._init, seed, {}, None, inputs, layout=layout
+        )
 
     def _first_inputs(self) -> Any:
         """Puts what is needed of the first batch on the devices."""
@@ -174,9 +192,10 @@ class Initializer:
                 "frozen parameters were never trained: config.init_from is None, so "
                 "that they come from the seed"
             )
-            make = lambda inputs: {"frozen": self._frozen_of_seed(inputs)}  # noqa: E731
+            make = lambda *args: {"frozen": self._frozen_of_seed(*args)}  # noqa: E731
             inputs = self._first_inputs() if self.from_batch else None
-            return self._devices.init(make, inputs, layout=layout)["frozen"]
+            made = self._devices.init(make, self.seed, inputs, layout=layout)
+            return made["frozen"]
         plan = self.recipe.plan
         arrays = hk.data_structures.filter(
             lambda module, name, x: not is_form(x), self.abstract.frozen
@@ -194,8 +213,9 @@ class Initializer:
         placed = self._devices.place({field: unflatten({path: leaf})}, layout)
         return flatten(placed, is_leaf=is_form)[f"{field}/{path}"]
 
-    def _frozen_of_seed(self, inputs: Any = None) -> hk.Params:
-        return self.recipe.plan.split(self._first(inputs)["params"])[1]
+    def _frozen_of_seed(self, seed: Any, inputs: Any = None) -> hk.Params:
+        recipe = self.recipe._replace(seed=seed)
+        return recipe.plan.split(self._first(recipe, inputs)["params"])[1]
 
 
 def _check_gradients(
@@ -222,7 +242,7 @@ def _check_moments(params: dict[str, Any], opt_state: dict[str, Any]) -> None:
             )
 
 
-def init_model(recipe: Recipe, batch: Any, example: Any = None) -> dict[str, Any]:
+def init_model(recipe: Recipe, example: Any = None, *, batch: Any) -> dict[str, Any]:
     """Initializes a model's `params` and `net_state`.
 
     `batch` is a pytree of `jax.ShapeDtypeStruct` [B, ...], before `preprocess`, as is
@@ -249,9 +269,10 @@ def trace_model_init(recipe: Recipe, batch: Any, axis_name: str | None) -> Trace
 
     def trace(rows: int) -> Traced:
         few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
-        init = functools.partial(init_model, recipe, few)
+        init = functools.partial(init_model, batch=few)
         example = inputs_of(few, recipe.task.whole_batch)
-        return init, *dependents(init, example, axis_name)
+        bound = functools.partial(init, recipe)
+        return init, *dependents(bound, example, axis_name)
 
     size = jax.tree.leaves(batch)[0].shape[0]
     try:
@@ -382,7 +403,7 @@ def _given(batch: Any, is_whole: bool, inputs: Any) -> str:
 
 
 def init_custom(
-    recipe: Recipe, init: Callable[..., Any], batch: Any, first: Any = None
+    recipe: Recipe, first: Any = None, *, init: Callable[..., Any], batch: Any
 ) -> dict[str, Any]:
     """Makes the fields of a first state by a user's `init(rng, batch)`.
 
@@ -405,17 +426,19 @@ def init_custom(
 
 def first_state(
     recipe: Recipe,
-    first: Callable[[Any], dict[str, Any]],
+    first: Callable[[Recipe, Any], dict[str, Any]],
+    seed: Any,
     leaves: dict[str, jax.Array],
     net_state: Any = None,
     inputs: Any = None,
 ) -> TrainState:
     """Makes the state before step 0, without frozen parameters.
 
-    `first(inputs)` gives fields of it, others follow from `params`; `leaves` are
-    pretrained parameters by path, and replace them, as does a `net_state`.
+    `first(recipe, inputs)` gives fields of it, others follow from `params`; `leaves`
+    are pretrained parameters by path, and replace them, as does a `net_state`.
     """
-    optimizer, fields = recipe.optimizer, {"net_state": {}} | first(inputs)
+    recipe = recipe._replace(seed=seed)
+    optimizer, fields = recipe.optimizer, {"net_state": {}} | first(recipe, inputs)
     if recipe.plan.frozen:
         rng = split_seed(recipe.seed).adapters
         fields["params"] = recipe.plan.init_params(fields["params"], rng)

@@ -59,8 +59,11 @@ def compile_exact(
     Network state and randomness are of each share; averages of the state go on.
     """
 
-    def gradients(share: jax.Array, *args: Any) -> Any:
-        results = feed.gathering(_share_gradients(recipe, share))(*args)
+    def gradients(
+        share: jax.Array, state: TrainState, frozen: hk.Params, seed: Any, *arrays: Any
+    ) -> Any:
+        of_share = _share_gradients(recipe._replace(seed=seed), share)
+        results = feed.gathering(of_share)(state, frozen, *arrays)
         return jax.tree.map(lambda x: x[None], results)
 
     def exact_update(

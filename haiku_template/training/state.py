@@ -1,11 +1,13 @@
 """The train state: all that a step changes, and the frozen parameters beside it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
@@ -33,7 +35,13 @@ class Seeds(NamedTuple):
     evaluation: jax.Array
 
 
-def split_seed(seed: int) -> Seeds:
+def seed_array(seed: int) -> np.ndarray:
+    """Seed as an argument [] of programs, which serve other seeds, too."""
+    # Why: docs/decisions/training.md#seed-argument
+    return np.asarray(seed).astype(jax.dtypes.canonicalize_dtype(np.int64))
+
+
+def split_seed(seed: int | jax.Array) -> Seeds:
     """Splits a seed by use, so that no two uses ever draw from the same key."""
     key = jax.random.key(seed)  # Why: docs/decisions/training.md#seed
     # Haiku splits `key` itself, as if by `fold_in` of 0, 1, ...: no small numbers here.
@@ -103,7 +111,20 @@ class Recipe(NamedTuple):  # Why: docs/decisions/house.md#recipe
     # rows j, j + accumulate_steps, ...: docs/decisions/training.md#micro-batches
     accumulate_steps: int = 1
     ema_decay: float | None = None  # Of the averaged parameters, for each step.
-    seed: int = 0  # With the step and the device, the source of randomness.
+    # With the step and the device, the source of randomness; an array in a program.
+    seed: int | jax.Array = 0
+
+
+def of_seed(
+    make: Callable[[Recipe], Callable[..., Any]], recipe: Recipe
+) -> Callable[..., Any]:
+    """Makes a recipe's function, whose third argument is the `seed_array`."""
+
+    @functools.wraps(make(recipe))
+    def call(tree: Any, frozen: Any, seed: jax.Array, *arrays: Any) -> Any:
+        return make(recipe._replace(seed=seed))(tree, frozen, *arrays)
+
+    return call
 
 
 def strong(state: Any) -> Any:  # Why: docs/decisions/training.md#strong-types

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
@@ -39,7 +40,7 @@ from haiku_template.training.evaluation import add_up, make_eval_step, placed_in
 from haiku_template.training.feed import Batches, Ends, Feed, StagedBatch
 from haiku_template.training.initial import Initializer
 from haiku_template.training.skipping import skipping
-from haiku_template.training.state import Recipe, TrainState, strong
+from haiku_template.training.state import Recipe, TrainState, of_seed, strong
 from haiku_template.training.tasks import Averages, Counts, Task, as_task, facts_of
 
 if TYPE_CHECKING:
@@ -117,22 +118,22 @@ class Trainer:
         self.specs = None if is_whole else self.layout.shares(self.abstract)
         if self.recipe.plan.frozen or self.specs is not None:
             self.recipe = _with_forms(self.recipe, has_shares=self.specs is not None)
-        functions = self.functions(devices.axis_name)
+        update = self.functions(devices.axis_name).update
         specs = self._eval_specs = None
         if (shares := self.specs) is not None:
             specs = Specs(shares.arguments(), (shares.params, REPLICATED, REPLICATED))
             self._eval_specs = Specs(shares.of_model())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
         self._step = devices.compile(
-            self.feed.gathering(functions.gradients),
-            update=functions.update,
+            self._of_seed(lambda x: self.feed.gathering(x.gradients)),
+            update=update,
             out_shardings=(shardings, devices.replicated),
             specs=specs,
         )
         compile_call = functools.partial(
             devices.compile_call,
-            self.feed.gathering(functions.gradients, of_calls=True),
-            skipping(functions.update) if experiment.skips else functions.update,
+            self._of_seed(lambda x: self.feed.gathering(x.gradients, of_calls=True)),
+            skipping(update) if experiment.skips else update,
             shardings,
             self.feed.steps_per_call,
             specs,
@@ -140,7 +141,9 @@ class Trainer:
         self._call, self.packing = compile_call(), packing_of(devices, self.abstract)
         self._packed_call = self.packing and compile_call(self.packing)
         self._eval_step = devices.compile(
-            functions.eval_step, donate_argnums=(), specs=self._eval_specs
+            self._of_seed(attrgetter("eval_step")),
+            donate_argnums=(),
+            specs=self._eval_specs,
         )
         if experiment.exact_elastic is not None:
             self._compile_shares(experiment.exact_elastic)
@@ -154,16 +157,14 @@ class Trainer:
     def _compile_shares(self, count: int) -> None:
         from haiku_template.training import shares
 
-        devices, functions = self.devices, self.functions()
+        devices, update = self.devices, self.functions().update
         shares.check_exact(self.experiment, devices, self.feed.batch_size)
-        update = functions.update
         update = skipping(update) if self.experiment.skips else update
         self._call = shares.compile_exact(
             devices, self.recipe, self.feed, update, count
         )
-        self._eval_step = shares.compile_exact_evaluation(
-            devices, functions.eval_step, count
-        )
+        eval_step = of_seed(lambda x: self._functions_of(x).eval_step, self.recipe)
+        self._eval_step = shares.compile_exact_evaluation(devices, eval_step, count)
 
     def replace(self, **changes: Any) -> "Trainer":
         """Makes the trainer of the experiment with other values of these fields."""
@@ -201,8 +202,14 @@ class Trainer:
 
     def functions(self, axis_name: str | None = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
+        return self._functions_of(self.recipe._replace(axis_name=axis_name))
+
+    def _of_seed(self, choose: Callable[[Functions], Callable]) -> Callable[..., Any]:
+        recipe = self.recipe._replace(axis_name=self.devices.axis_name)
+        return of_seed(lambda recipe: choose(self._functions_of(recipe)), recipe)
+
+    def _functions_of(self, recipe: Recipe) -> Functions:
         steps, own_step = self.experiment.steps, self.experiment.step
-        recipe = self.recipe._replace(axis_name=axis_name)
         if own_step is None:
             gradients, update = steps.make_gradients(recipe), steps.make_update(recipe)
         else:
@@ -213,7 +220,7 @@ class Trainer:
             new, scalars = update(state, results)
             return strong(new), scalars
 
-        init = self.initializer.function(axis_name)
+        init = self.initializer.function(recipe.axis_name)
         eval_step = make_eval_step(recipe, steps.forward)
         return Functions(init, gradients, strongly, eval_step)
 
@@ -238,6 +245,14 @@ class Trainer:
         adapters = {k: n for k, n in sizes.items() if k not in matrices}
         operations = flops(num_tokens=tokens, trained=matrices, added=adapters)
         return Work(tokens, tokens * operations)
+
+    @functools.cached_property
+    def _seed(self) -> jax.Array:
+        return self.devices.replicate(self.initializer.seed)
+
+    @property
+    def _abstract_seed(self) -> jax.ShapeDtypeStruct:
+        return canonical_shapes(self.initializer.seed, self.devices.replicated)
 
     def init(self) -> TrainState:
         """Makes the train state before step 0; raises as `Initializer.init`."""
@@ -267,7 +282,7 @@ class Trainer:
             return new, scalars.first()
         # A staged batch is two arguments: the set's arrays, and row numbers.
         last = batch if isinstance(batch, StagedBatch) else (batch,)
-        new, scalars = self._step(*state.arguments(), *last)
+        new, scalars = self._step(*state.arguments(), self._seed, *last)
         return new._replace(frozen=state.frozen), scalars
 
     def calls(self, start: int, stop: int, ends: Ends) -> AbstractContextManager:
@@ -285,7 +300,9 @@ class Trainer:
         if (n := len(steps)) not in self._counts:
             self._counts[n] = self.devices.replicate(np.int32(n))
         call = self._packed_call if isinstance(state, Packed) else self._call
-        new, scalars = call(*state.arguments(), *staged, self._counts[n], batch)
+        new, scalars = call(
+            *state.arguments(), self._seed, *staged, self._counts[n], batch
+        )
         return new._replace(frozen=state.frozen), scalars
 
     def packed(self, state: TrainState) -> Any:
@@ -320,7 +337,8 @@ class Trainer:
         if dataset is None:
             further = {f"eval/{k}/": x for k, x in data.evaluations.items()}
             sets = {"eval/": data.evaluation} | further
-        eval_step = functools.partial(self._eval_step, *state.of_model())
+        variables, frozen = state.of_model()
+        eval_step = functools.partial(self._eval_step, variables, frozen, self._seed)
         metrics, counts = {}, []
         for prefix, dataset in sets.items():
             size = self.padded_size(dataset)
@@ -351,14 +369,14 @@ class Trainer:
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
-        predict_step = self._predict_function(self.devices.axis_name)
+        recipe = self.recipe._replace(axis_name=self.devices.axis_name)
+        predict_step = of_seed(self._predict_function, recipe)
         predict_step = evaluations.per_example(predict_step, self.batch_outputs)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
         return self.devices.compile_per_example(predict_step, self._eval_specs)
 
-    def _predict_function(self, axis_name: str | None = None) -> Callable[..., Any]:
-        recipe = self.recipe._replace(axis_name=axis_name)
+    def _predict_function(self, recipe: Recipe) -> Callable[..., Any]:
         return evaluations.make_predict_step(recipe, self.experiment.steps.forward)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
@@ -371,7 +389,8 @@ class Trainer:
         whole_batch = self.recipe.task.whole_batch
         dataset = data.evaluation if dataset is None else dataset
         dataset = as_dataset(dataset, data, size, whole_batch=whole_batch)
-        model = self.devices.gather(state.of_model())  # Once: no process waits later.
+        # Once: no process waits later.
+        model = self.devices.gather((*state.of_model(), self._seed))
         compiling = self.devices.implicit_transfers()
         step = compiling(lambda _, batch: self._predict_step(*model, batch))
         inputs = placed_inputs(dataset, whole_batch, self.feed.alone)
@@ -410,7 +429,7 @@ class Trainer:
 
     def _batch_outputs(self, size: int) -> tuple[str, ...]:
         """Traces a batch of this size, and lists what is not [size, ...]."""
-        predict_step = self._predict_function()
+        predict_step = self._predict_function(self.recipe)
         example = evaluated(self.experiment.data)
         inputs = inputs_of(example, self.recipe.task.whole_batch)
         shapes: list[tuple[str, tuple[int, ...]]] = []
@@ -442,7 +461,9 @@ class Trainer:
         state, call = self.abstract, self._call
         if self.packs:
             state, call = self.packing.abstract(self.devices, state), self._packed_call
-        return call.trace(*state.arguments(), *staged, count, batch)
+        return call.trace(
+            *state.arguments(), self._abstract_seed, *staged, count, batch
+        )
 
     def lower_evaluation(self) -> Any:
         """Lowers the evaluation of a batch; None without an evaluation set."""
@@ -450,7 +471,9 @@ class Trainer:
             return None
         batch = evaluations.pad(each_shape(dataset)[0], self.padded_size(dataset))
         shapes = self.devices.abstract_batch(own_rows(self.devices.processes)(batch))
-        return self._eval_step.trace(*self.abstract.of_model(), shapes).lower()
+        variables, frozen = self.abstract.of_model()
+        step = self._eval_step.trace(variables, frozen, self._abstract_seed, shapes)
+        return step.lower()
 
     def compile(self) -> None:  # Why: docs/decisions/training.md#memory-budget
         """Compiles a call of the run for each shape of batches, ahead of the steps."""

@@ -1,5 +1,8 @@
 """Parameters and state that depend on data are initialized from the first batch."""
 
+import dataclasses
+import functools
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, canonical_shapes
+from haiku_template.devices.manager import COMPILE_ONCE
 from haiku_template.errors import ConfigError
 from haiku_template.finetuning import Finetuning, Lora
 from haiku_template.params import flatten
@@ -136,9 +140,55 @@ def test_a_first_state_that_depends_on_no_data_is_made_as_ever(one_device, monke
     trainer = experiment(counted).trainer(one_device)
     assert trainer.initializer.from_batch == () and traces == [(1, 8)]
     text = trainer.initializer.lower(trainer.layout).as_text()
-    assert "@main()" in text and "tensor<1x8xf32>" in text and "<16x8xf32>" not in text
+    assert "tensor<1x8xf32>" in text and "<16x8xf32>" not in text
+    assert text.count("%arg", text.index("@main("), text.index("->")) == 1  # The seed.
     monkeypatch.setattr(ArrayDataset, "batch", None)  # Not read again.
     trainer.init()
+
+
+@pytest.mark.parametrize("kind", ["model", "init", "adapters", "four"])
+def test_another_seed_needs_no_other_program_of_the_first_state(kind):
+    devices = DeviceManager.create("cpu", num_devices=4 if kind == "four" else 1)
+    options = {"seed": 0}
+    if kind == "adapters":
+        lora = Lora(rank=1, patterns=("*linear/w",))
+        options["finetuning"] = Finetuning(train=(), lora=lora)
+    if kind == "init":
+        data = DATA._replace(evaluation=None)
+        first = lambda rng, _: {"params": {"w": jax.random.normal(rng, (8, 2))}}  # noqa: E731
+        made = Experiment(data=data, init=first, step=custom_step, **options)
+    else:
+        made = experiment(plain, **options)
+    trainers = [made.trainer(devices), made.trainer(devices).replace(seed=2**32 - 1)]
+    texts = {x.initializer.lower(x.layout).as_text() for x in trainers}
+    firsts, others = (flatten(x.init().params).values() for x in trainers)
+    assert len(texts) == 1
+    assert any((x != y).any() for x, y in zip(firsts, others, strict=True))
+    for trainer in trainers:  # As with the seed inside.
+        inside = functools.partial(trainer.functions().init, {})
+        program = jax.jit(inside, compiler_options=COMPILE_ONCE)
+        state, expected = trainer.init().without_frozen(), program()
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_elastic": 4}, {"skips": True}])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_another_seed_needs_no_other_program_of_a_step(num_devices, options):
+    def forward(x, is_training):
+        return hk.Linear(2)(hk.dropout(hk.next_rng_key(), 0.5, x))
+
+    devices = DeviceManager.create("cpu", num_devices=num_devices)
+    made = experiment(forward, **options)
+    trainers = [dataclasses.replace(made, seed=n).trainer(devices) for n in (0, 1)]
+    programs, losses = [], []
+    for trainer in trainers:
+        state, shapes = trainers[0].init(), trainer.feed.host_shapes()[0]
+        texts = [trainer.trace(shapes).lower().as_text()]
+        if not options:
+            texts.append(trainer.lower_evaluation().as_text())
+        programs.append(texts)
+        losses.append(trainer.evaluate(state)["eval/loss"])
+    assert programs[0] == programs[1] and losses[0] != losses[1]
 
 
 def test_the_first_lines_say_what_is_of_the_first_batch(tmp_path, one_device):
