@@ -1,6 +1,7 @@
 """A model beside a function that knows nothing of the template, before training."""
 
 import dataclasses
+import functools
 
 import haiku as hk
 import jax
@@ -177,6 +178,28 @@ def test_what_is_of_a_whole_batch_is_not_compared(devices, caplog):
     assert "not compared, as of a whole batch: 1/codes, 1/loss, 1/one" in caplog.text
     with pytest.raises(ConfigError, match="differ by more"):
         list(verify(made, made.init(), lambda *_: (np.zeros((8, 1)), by_hand(*_)[1])))
+
+
+def test_a_function_that_trains_is_said_to_differ_for_it(one_device):
+    """With BatchNorm; and the state that it returns is not taken for outputs."""
+
+    def normed(inputs, is_training):
+        return hk.Linear(3)(hk.BatchNorm(True, True, 0.9)(inputs, is_training))
+
+    theirs = hk.transform_with_state(normed)
+    made = trainer(one_device, model=theirs, task=classification)
+    state = made.init()
+
+    def published(is_training, params, net_state, batch):
+        return theirs.apply(params, net_state, None, batch["inputs"], is_training)
+
+    of_both = functools.partial(published, True)
+    with pytest.raises(ConfigError, match="a pair, .* batch_norm/~/mean_ema/average "):
+        list(verify(made, state, of_both))
+    with pytest.raises(ConfigError, match="differ .* with is_training=False and the a"):
+        list(verify(made, state, lambda *args: of_both(*args)[0]))
+    (same,) = verify(made, state, lambda *args: published(False, *args)[0])
+    assert same.difference < 1e-6
 
 
 def test_errors_of_the_function_are_its_own(one_device):

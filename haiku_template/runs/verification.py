@@ -15,6 +15,11 @@ from haiku_template.training import Trainer
 from haiku_template.training.state import TrainState
 
 logger = logging.getLogger(__name__)
+# Of models with norms over the batch, and the like.
+OF_STATE = (
+    "; the model computes as in evaluation, with is_training=False and the averages of "
+    "its network state, and a function that computes with True does not"
+)
 
 
 class Comparison(NamedTuple):
@@ -48,7 +53,8 @@ def verify(  # Why: docs/decisions/models.md#verify
     `config.finetuning.base_dtype` stores otherwise, and the first batch of the training
     data, as the data have it; the model computes as in evaluation, without dropout.
     Where the function returns one number, [], it is compared with the loss, else with
-    the outputs, leaf by leaf, without those of a whole batch.
+    the outputs, leaf by leaf, without those of a whole batch. Network state is not
+    compared: in evaluation it stays as it is.
 
     Yields each comparison. Raises `ConfigError` at the end for a difference of more
     than `tolerance` times the largest value there; or for other names or shapes.
@@ -64,6 +70,7 @@ def verify(  # Why: docs/decisions/models.md#verify
     there = jax.tree.map(np.asarray, function(params, net_state, batch))
     if texts := [x for x in jax.tree.leaves(there) if x.dtype.kind in "OSUMm"]:
         raise ConfigError(f"the function returns {texts[0]!r:.60}, and no numbers")
+    _refuse_state(there, net_state)
     one = SimpleNamespace(num_batches=1, batch=lambda index: batch)
     if isinstance(there, np.ndarray) and there.shape == ():
         there = {"loss": there}
@@ -82,7 +89,19 @@ def verify(  # Why: docs/decisions/models.md#verify
         worst = max(wrong, key=lambda x: x.difference / (x.largest or 1))
         raise ConfigError(
             f"{len(wrong)} of {len(comparisons)} differ by more than {tolerance:g} of "
-            f"their largest value; most of all {worst}"
+            f"their largest value; most of all {worst}{OF_STATE * bool(net_state)}"
+        )
+
+
+def _refuse_state(there: Any, net_state: Any) -> None:
+    """Raises `ConfigError` for a pair whose second is like the network state."""
+    is_pair = isinstance(there, tuple | list) and len(there) == 2
+    shapes = _shapes(flatten(net_state))
+    if is_pair and net_state and _shapes(flatten(there[1])) == shapes:
+        raise ConfigError(
+            f"the function returns a pair, and the second has the network state's "
+            f"{shapes}, which is not compared: in evaluation it stays as it is; "
+            "possible is the first alone"
         )
 
 

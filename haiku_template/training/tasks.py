@@ -198,10 +198,12 @@ def _no_labels(task: Task, names: list[str]) -> ConfigError:
 def _unmasked(name: str, rows: int) -> ConfigError:
     return ConfigError(
         f"the task's {name!r} is one number for {counted(rows, 'examples')}; return "
-        "one for each, [B], without a mean over them. A number of a whole batch counts "
-        "what may be padding in evaluation: let it take `mask`, bool [B], False there "
-        "(a constant may leave it unused; on several devices, what the model makes of "
-        "a batch counts padding, and there is none if eval batches divide the set)"
+        "one for each, [B], without a mean over them (of code that stays: its jax.vmap "
+        "over batches of one example, or the model returns its loss, and the task is "
+        "own_loss). A number of a whole batch counts what may be padding in "
+        "evaluation: let it take `mask`, bool [B], False there (a constant may leave "
+        "it unused; on several devices, what the model makes of a batch counts "
+        "padding, and there is none if eval batches divide the set)"
     )
 
 

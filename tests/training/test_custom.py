@@ -241,13 +241,30 @@ def test_a_loss_of_the_whole_batch_is_exact_in_evaluation(one_device):
     assert evaluated["eval/loss"] == pytest.approx(expected[1]["eval/loss"], abs=1e-6)
 
 
+def test_a_mean_of_code_that_stays_is_of_each_example_by_vmap(one_device):
+    def theirs(outputs, labels):
+        return jnp.mean(cross_entropy(outputs, {"labels": labels}))
+
+    def of_one(*row):
+        return theirs(*(x[None] for x in row))
+
+    def by_vmap(outputs, batch):
+        return {"loss": jax.vmap(of_one)(outputs, batch["labels"])}
+
+    def by_hand(outputs, batch):
+        return {"loss": cross_entropy(outputs, batch)}
+
+    both = [measured(task, one_device) for task in (by_vmap, by_hand)]
+    assert both[0][1]["eval/loss"] == pytest.approx(both[1][1]["eval/loss"], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("task", "words"),
     [
         (
             lambda outputs, batch: {"loss": jnp.mean(outputs)},
             r"'loss' is one number for .* return one for each, \[B\], without a mean "
-            "over them.* padding in evaluation: let it take",
+            r"over them .*its jax\.vmap .* own_loss.* padding in evaluation: let it",
         ),
         (
             lambda outputs, batch: {"loss": outputs[:3, 0]},
