@@ -75,7 +75,8 @@ def axis_advice(error: BaseException) -> str:
         "a model is given the axis of the devices as axis_name, None on one device; "
         "where code that stays as it is names another, "
         "haiku_template.published.norms_over(axis_name) gives hk.BatchNorm that one, "
-        'and collectives_over(axis_name, "i") the collectives of jax.lax over "i"'
+        'and collectives_over(axis_name, "i") the collectives of jax.lax over "i" that '
+        "modules name, in a backward function if it is entered around the gradient"
     )
 
 

@@ -22,6 +22,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
@@ -34,6 +35,7 @@ from haiku_template.errors import ConfigError
 
 # Of `jax.lax`: reductions, what gathers, and an axis's own numbers.
 COLLECTIVES = ("all_gather", "axis_index", "axis_size", "pmax", "pmean", "pmin", "psum")
+logger = logging.getLogger(__name__)
 
 
 class StandIn:
@@ -41,7 +43,8 @@ class StandIn:
 
     Its attributes, calls and subscripts are stand-ins; as a base class or a decorator
     it changes nothing. Where a value of it is asked for, Python raises a TypeError that
-    names it; it equals itself, as `typing` asks, and nothing else.
+    names it; it equals itself, as `typing` asks, and nothing else. A call of it that
+    is made once all is imported is said, as what it should have done is not.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,8 +60,11 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for a result; leaves a function or class that it decorates."""
-        decorates = len(args) == 1 and hasattr(args[0], "__qualname__")
-        return args[0] if decorates else StandIn(f"{self._name}()")
+        if len(args) == 1 and hasattr(args[0], "__qualname__"):
+            return args[0]
+        if not any(isinstance(x, _Finder) for x in sys.meta_path):
+            _say_called(self._name)
+        return StandIn(f"{self._name}()")
 
     def __getitem__(self, key: Any) -> "StandIn":
         return StandIn(f"{self._name}[]")
@@ -69,7 +75,8 @@ class StandIn:
     __ror__ = __or__
 
     def __mro_entries__(self, bases: tuple) -> tuple:
-        return ()
+        # A class of its own each time: of one for all, some orders have no MRO.
+        return (type(self._name, (_Base,), {}),)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return False
@@ -83,11 +90,44 @@ class StandIn:
         raise TypeError(f"a value is needed, and this is {self!r}")
 
     __bool__ = __iter__ = __len__ = __contains__ = _refuse
+    __setitem__ = __delitem__ = __enter__ = __exit__ = _refuse
     __int__ = __float__ = __complex__ = __index__ = __array__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
     __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+
+
+class _Base:
+    """Base class in the place of one that is not here: it takes and has anything.
+
+    What an object of it has of other bases, it has; the error for what it has not names
+    the bases that are not here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _is_objects(type(self), "__init__"):
+            return
+        super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        is_objects = _is_objects(cls, "__init_subclass__")
+        super().__init_subclass__(**({} if is_objects else kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if (look_up := getattr(super(), "__getattr__", None)) is not None:
+            return look_up(name)
+        bases = [x.__name__ for x in type(self).__mro__ if _Base in x.__bases__]
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}; of its bases "
+            f"{', '.join(bases)} stands in for what is not installed"
+        )
+
+
+def _is_objects(cls: type, name: str) -> bool:
+    """True if behind the stand-ins no base of a class has a method but `object`."""
+    behind = cls.__mro__[cls.__mro__.index(_Base) + 1 :]
+    return next(x for x in behind if name in vars(x)) is object
 
 
 class _Module(ModuleType):
@@ -115,6 +155,12 @@ class _Finder:
         vars(module).update(self.attributes.get(module.__name__, {}))
 
 
+@functools.cache
+def _say_called(name: str) -> None:
+    """Logs once that a stand-in is called, which has no effect."""
+    logger.warning("%s() does nothing: %s is not installed", name, name.split(".")[0])
+
+
 @contextlib.contextmanager
 def norms_over(axis_name: str | None) -> Iterator[None]:
     """Makes `hk.BatchNorm` average over an axis, whatever code that stays says of it.
@@ -139,7 +185,9 @@ def collectives_over(axis_name: str | None, theirs: str) -> Iterator[None]:
     """Makes collectives of `jax.lax` over an axis of published code be over another.
 
     Such code names that of its own `jax.pmap`. For what is traced in this context and
-    calls them by `jax.lax` (not in the backward function of a `jax.custom_vjp`); with
+    calls them by `jax.lax`, or by a name that a module has of them (neither by one that
+    is bound elsewhere, as in a `functools.partial`, nor in the backward function of a
+    `jax.custom_vjp`, which is traced with the gradient: enter it around that); with
     None, for one device, the axis that it names has a size of one.
     """
     import jax
@@ -159,14 +207,35 @@ def collectives_over(axis_name: str | None, theirs: str) -> Iterator[None]:
 
         return call
 
-    before = {name: getattr(jax.lax, name) for name in COLLECTIVES}
+    before = {id(x): x for x in (getattr(jax.lax, name) for name in COLLECTIVES)}
+    after = {key: over(collective) for key, collective in before.items()}
+    places = _places(before)
     try:
-        for name, collective in before.items():
-            setattr(jax.lax, name, over(collective))
+        for names, name, key in places:
+            names[name] = after[key]
         yield
     finally:
-        for name, collective in before.items():
-            setattr(jax.lax, name, collective)
+        for names, name, key in places:
+            names[name] = before[key]
+
+
+def _places(functions: Mapping[int, Any]) -> list[tuple[dict[str, Any], str, int]]:
+    """Names of functions, by identity, in all modules but those that JAX is made of.
+
+    One that was imported from `jax.lax` is a name of the module that did so.
+    """
+    modules = [
+        vars(module)
+        for name, module in [*sys.modules.items()]
+        if inspect.ismodule(module) and (name == "jax.lax" or name[:4] != "jax.")
+        if not functions.keys().isdisjoint(map(id, [*vars(module).values()]))
+    ]
+    return [
+        (names, name, id(value))
+        for names in modules
+        for name, value in names.items()
+        if id(value) in functions
+    ]
 
 
 def _alone(collective: Callable[[], Any], axis_name: str) -> Any:

@@ -85,6 +85,70 @@ def test_code_is_imported_and_its_own_functions_work(folder):
         importlib.import_module("flow_not_here")
 
 
+# As Beam's functions, Keras's layers, Gym's environments and TFDS's configs are.
+BASES = """
+import apache_not_here as beam
+import flow_not_here as tf
+
+
+class Own:
+    def __init__(self, size=0):
+        self.size = size
+
+    def __init_subclass__(cls, tag="", **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.tag = tag
+
+    def __getattr__(self, name):
+        if name == "own":
+            return 7
+        raise AttributeError(name)
+
+
+class Reader(beam.DoFn, frozen=True):
+    def __init__(self, size):
+        super().__init__(size, name="reader")
+        self.size = size
+
+
+class Layer(tf.keras.Layer, Own, tag="b"):
+    def __init__(self, size):
+        super().__init__(size=size)
+
+
+class Mixed(tf.Module, beam.PTransform[int], Reader):
+    pass
+"""
+
+
+def test_a_base_that_is_not_here_takes_arguments(folder):
+    (folder / "their_bases.py").write_text(BASES)
+    with published.stand_ins("apache_not_here", "flow_not_here"):
+        import their_bases
+    assert their_bases.Reader(3).size == their_bases.Mixed(3).size == 3
+    layer = their_bases.Layer(4)  # What a base that is here does, it does.
+    assert layer.size == 4 and layer.tag == "b" and layer.own == 7
+    words = "'Mixed' object has no attribute 'setup'; of its bases flow_not_here.Module"
+    with pytest.raises(AttributeError, match=f"{words}, .*apache_not_here.DoFn stands"):
+        their_bases.Mixed(3).setup()
+    assert copy.deepcopy(their_bases.Reader(5)).size == 5
+
+
+def test_a_call_that_does_nothing_is_said_once_all_is_imported(folder, caplog):
+    """As of a config of AlphaFold's: a difference of a preset is not taken over."""
+    (folder / "their_config.py").write_text(
+        "import configs_not_here as ml\nCONFIG = ml.ConfigDict({'a': 1})\n"
+        "@ml.cached\ndef changed():\n    CONFIG.update({'a': 2})\n    return CONFIG\n"
+    )
+    with published.stand_ins("configs_not_here"):
+        import their_config
+    assert not caplog.records
+    for _ in range(2):
+        their_config.CONFIG.cached(their_config.changed)()
+    words = "configs_not_here.ConfigDict().update() does nothing: configs_not_here is n"
+    assert len(caplog.records) == 1 and words in caplog.text
+
+
 def test_a_dtype_of_a_stand_in_has_none(folder):
     """NumPy before 2.4 asks for the dtype of a dtype until Python's stack is full."""
     with published.stand_ins("flow_not_here"):
@@ -108,6 +172,8 @@ def test_a_dtype_of_a_stand_in_has_none(folder):
         lambda x: -x,
         lambda x: 2.0 * x,
         lambda x: 3 in x,
+        lambda x: x.__setitem__("a", 1),
+        lambda x: x.__enter__(),
         lambda x: [1, 2][x],
         lambda x: jax.numpy.sum(x),
         lambda x: jax.jit(lambda y: y)(x),

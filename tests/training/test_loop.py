@@ -1,6 +1,7 @@
 """Properties of whole runs, in this process."""
 
 import functools
+import importlib
 import json
 import signal
 import threading
@@ -265,6 +266,43 @@ def test_collectives_of_code_that_stays_are_over_the_devices(tmp_path):
         jax.make_jaxpr(lambda x: jax.lax.pmean(x, "i"))(1.0)
     with published.collectives_over(None, "i"), pytest.raises(NameError, match="j"):
         jax.make_jaxpr(lambda x: jax.lax.pmean(x, "j"))(1.0)
+
+
+# As networks have it whose authors import what they call.
+PMEAN = """
+from jax.lax import pmean as mean_of
+
+def center(features):
+    return features - mean_of(features.mean(axis=0), "i")
+"""
+
+
+def test_collectives_that_code_imported_by_name_are_over_the_devices(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "their_center.py").write_text(PMEAN)
+    theirs = importlib.import_module("their_center")
+
+    def forward(axis_name, inputs):
+        with published.collectives_over(axis_name, "i"):
+            return hk.Linear(3)(theirs.center(hk.Flatten()(inputs)))
+
+    one, four = losses_of(hk.transform, forward, tmp_path)
+    assert four == pytest.approx(one, rel=1e-5)
+    assert theirs.mean_of is jax.lax.pmean
+
+
+def test_a_collective_of_a_backward_function_is_over_the_devices_around_the_gradient():
+    @jax.custom_vjp
+    def theirs(x):
+        return x
+
+    theirs.defvjp(lambda x: (x, None), lambda _, grad: (jax.lax.pmean(grad, "i"),))
+    with published.collectives_over(None, "i"):
+        assert jax.grad(theirs)(2.0) == 1
+    with pytest.raises(NameError, match="axis name: i"):
+        jax.grad(theirs)(2.0)
 
 
 def test_a_codebook_without_state_needs_no_axis(tmp_path):
@@ -628,7 +666,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     [
         (lambda x: x[:, :1], r"\[8, 1\] for 8 examples"),
         (lambda x: x[:, 0] - x[:, :1], r"\[8, 8\] for 8 examples"),
-        (lambda x: jnp.mean(x), "one number for 16 examples.*take `mask`"),
+        (lambda x: jnp.mean(x), "one number for 16 examples.*own_loss.*`mask`"),
     ],
 )
 def test_a_loss_that_is_not_one_number_an_example_is_refused(tmp_path, loss, words):
