@@ -60,11 +60,10 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for a result; leaves a function or class that it decorates."""
-        if len(args) == 1 and hasattr(args[0], "__qualname__"):
-            return args[0]
-        if not any(isinstance(x, _Finder) for x in sys.meta_path):
+        decorates = len(args) == 1 and hasattr(args[0], "__qualname__")
+        if not decorates and not any(isinstance(x, _Finder) for x in sys.meta_path):
             _say_called(self._name)
-        return StandIn(f"{self._name}()")
+        return args[0] if decorates else StandIn(f"{self._name}()")
 
     def __getitem__(self, key: Any) -> "StandIn":
         return StandIn(f"{self._name}[]")
