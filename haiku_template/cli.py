@@ -319,7 +319,8 @@ def open_run(num_devices: int | None = None) -> "Run":
     if FLAGS.experiment is None:
         config.of_run(Path(FLAGS.workdir), trust)
     else:
-        experiment = registry.resolve("--experiment", FLAGS.experiment, {})
+        experiment = registry.resolve("--experiment", name := FLAGS.experiment, {})
+        registry.check_takes(f"--experiment={name!r}", experiment, "devices")
     devices = device_manager(num_devices)
     from haiku_template.runs import Run
 

@@ -101,6 +101,10 @@ class PlacementError(_Sentence, ValueError):
     exit_code = 64
 
 
+class UnequalError(PlacementError):
+    """A step of which each device made another, so that none is saved."""
+
+
 class ReplicaError(PlacementError):
     """A replica of the state that came to differ from the others."""
 

@@ -124,3 +124,18 @@ def check_keys(
         cause = str(error).removeprefix("inspect.Signature.bind() ")
         takes = f"it takes {', '.join(free) or 'no keys'}"
         raise ConfigError(f"config.{key}: {name} {cause}; {takes}") from error
+
+
+def check_takes(what: str, function: Callable, *arguments: str) -> None:
+    """Raises `ConfigError` unless a function takes as many arguments, by place."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Of a function in C.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} takes ({', '.join(signature.parameters)}), and it is called with "
+            f"({', '.join(arguments)})"
+        ) from error

@@ -27,6 +27,7 @@ from haiku_template.data.examples import (
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses, mlp
+from haiku_template.registry import check_takes
 from haiku_template.runs import Run, predictions, train
 from haiku_template.runs.predictions import print_predictions, write_predictions
 from haiku_template.training import Experiment, Task
@@ -229,6 +230,7 @@ def test_the_command_prints_a_class_and_its_probability(
     (tmp_path / "mine.py").write_text(
         "import numpy as np\n"
         f"def fresh():\n    return np.load({str(tmp_path / 'new.npy')!r})\n"
+        "def data(spec):\n    return spec\n"
     )
     np.save(tmp_path / "new.npy", NEW)
     flags = [f"--workdir={workdir}", "--simulate_devices=4"]
@@ -243,6 +245,26 @@ def test_the_command_prints_a_class_and_its_probability(
     done = called("predict", *flags, "--inputs=new.pny")
     assert done.returncode == 64 and done.stderr.startswith("error: --inputs=new.pny")
     assert "new.npy" in done.stderr and "Traceback" not in done.stderr
+    for flag in ("--inputs=mine:data", "--experiment=mine:fresh"):
+        done = called("predict", *flags, flag)
+        name, value = flag.split("=")
+        assert done.stderr.startswith(f"error: {name}={value!r} takes (")
+        assert done.returncode == 64 and "called with (" in done.stderr
+
+
+def test_a_function_that_takes_other_arguments_is_a_sentence():
+    check_takes("it", max, "a", "b")  # In C, without a signature.
+    check_takes("it", lambda *all: None, "a", "b")
+    with pytest.raises(ConfigError, match=r"^it takes \(a\), .* called with \(\)$"):
+        check_takes("it", lambda a: None)
+
+
+def test_names_of_many_arrays_are_counted():
+    """A list of rows is a tree, whose names are as many as its cells."""
+    rows = [{"area": np.ones(8), "rooms": np.ones(8)} for _ in range(300)]
+    data = Data(SimpleNamespace(batch=lambda step: {"inputs": X[:8]}), None, 4)
+    with pytest.raises(ConfigError, match="area.* and 592 more, and a batch"):
+        as_dataset(rows, data, 8)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from haiku_template.data.files import check_names, read_with
 from haiku_template.data.tables import OF_THE_LOSS, read_table
 from haiku_template.data.trees import leaves_by_path, map_leaves, nested
 from haiku_template.errors import ConfigError, need_package, some
-from haiku_template.registry import resolve
+from haiku_template.registry import check_takes, resolve
 
 logger = logging.getLogger(__name__)
 POSSIBLE = (
@@ -60,8 +60,11 @@ def read_examples(
     path = at_home(name)
     suffix = path.suffix.lower()
     if not exists(path) and ":" in name:
-        made = resolve("--inputs", name, {})()
-        return Examples(as_dataset(made, data, batch_size, whole_batch=whole_batch))
+        function = resolve("--inputs", name, {})
+        check_takes(f"--inputs={name!r}", function)
+        return Examples(
+            as_dataset(function(), data, batch_size, whole_batch=whole_batch)
+        )
     if suffix in TABLES and data.read is not None:
         return Examples(data.read(path))
     like = each_shape(data.train)[0]
@@ -172,8 +175,8 @@ def _side_by_side(
 
 def _other_names(where: str, paths: Iterable[str], like: Any) -> ConfigError:
     return ConfigError(
-        f"{where} has {', '.join(x or 'one array' for x in paths)}, and a batch "
-        f"of the run {', '.join(leaves_by_path(like))}; the names must agree"
+        f"{where} has {some((x or 'one array' for x in paths), 8)}, and a batch "
+        f"of the run {some(leaves_by_path(like), 8)}; the names must agree"
     )
 
 

@@ -15,7 +15,7 @@ from haiku_template.devices.compiled import check_alive
 from haiku_template.devices.layout import AXIS_NAME, in_device_memory, sharding_on
 from haiku_template.devices.processes import Processes, waiting
 from haiku_template.devices.transfer import first_copy, own_part
-from haiku_template.errors import PlacementError, ReplicaError
+from haiku_template.errors import ReplicaError, UnequalError
 from haiku_template.params import leaves_by_path
 
 
@@ -28,7 +28,8 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
 
     Raises:
       ReplicaError: a leaf differs, and `agreed`; names the device, where most agree.
-      PlacementError: a leaf differs, or was deleted; names it and its devices.
+      UnequalError: a leaf differs; names it and its devices.
+      PlacementError: a leaf was deleted.
     """
     check_alive(tree)
     # One program runs on one set of devices; a tree may have leaves on several.
@@ -58,7 +59,7 @@ def check_replicas(tree: Any, agreed: bool = False) -> None:
             "device computed or kept something wrong, and nothing of it was saved: run "
             "the same command again, without that device if it comes back"
         )
-    raise PlacementError(
+    raise UnequalError(
         f"{listed}should hold copies: {', '.join(differing[:3])}; something in the "
         "step is not averaged over devices (a step of your own averages gradients and "
         "scalars by mean_over(axis_name, ...), hk.BatchNorm needs cross_replica_axis="
@@ -74,7 +75,7 @@ def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> No
 
     Raises:
       ReplicaError: a leaf differs, and `agreed` before; names it, and the process.
-      PlacementError: a leaf differs.
+      UnequalError: a leaf differs.
     """
     if processes.count == 1:
         return
@@ -85,7 +86,7 @@ def check_processes(processes: Processes, tree: Any, agreed: bool = False) -> No
     kind, advice = (
         (ReplicaError, "nothing of it was saved: run the same command again")
         if agreed
-        else (PlacementError, "the step averages it not over axis_name, or not at all")
+        else (UnequalError, "the step averages it not over axis_name, or not at all")
     )
     processes.agree({f"the bits of {k}": x for k, x in hashes.items()}, kind, advice)
 

@@ -121,15 +121,16 @@ class Guards:
         self._state = None
 
     def agree(self, state: Any) -> None:
-        """Raises `PlacementError` if the first step left replicas that differ."""
-        self._check_copies(state, (state, self._scalars.pending[-1][1].first()))
+        """Raises `UnequalError` if the first step left replicas that differ."""
+        self._check_copies(state)
+        self._check_copies(self._scalars.pending[-1][1].first())  # By their names.
         self._agreed = True
         self.collect()  # Compiled before the throughput is measured.
 
-    def _check_copies(self, state: Any, common: Any) -> None:
+    def _check_copies(self, tree: Any) -> None:
         if self._devices.num_devices > 1:
-            check_replicas(state, agreed=self._agreed)
-            check_processes(self._devices.processes, common, agreed=self._agreed)
+            check_replicas(tree, agreed=self._agreed)
+            check_processes(self._devices.processes, tree, agreed=self._agreed)
 
     def finite(self, steps: range, scalars: Scalars) -> dict[str, float]:
         """Fetches a call's last scalars; `NonFiniteError` of any step until then."""
@@ -229,7 +230,7 @@ class Guards:
         self._suspects = []
 
     def _check(self, step: int, state: Any) -> None:
-        self._check_copies(state, state)
+        self._check_copies(state)
         if names := self._faults(state):
             fault = f"the state after step {step} is infinite or NaN in {some(names)}"
             self._record(self._suspects)

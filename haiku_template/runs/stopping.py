@@ -31,7 +31,7 @@ LEAF_BYTES = 2e5  # Of which writing takes as long as an array, however small.
 AGREED = 3  # Times as long until several processes have agreed on a step.
 # Errors of a state, of saving it, and of one that is saved.
 UNSAVED = errors.NonFiniteError, errors.ReplayError, errors.ReplicaError
-UNSAVED += StorageError, Interrupted
+UNSAVED += errors.UnequalError, StorageError, Interrupted
 TWICE_SECONDS = 1.0  # Launchers send a signal twice, to a process and to its group.
 TELL_SECONDS = 3.0  # That a signal goes without a word.
 UNDER_WAY = (

@@ -20,6 +20,7 @@ import numpy as np
 from haiku_template.errors import ConfigError, counted
 from haiku_template.models import losses
 from haiku_template.models.losses import WEIGHT, Averages, Counts, confusion, macro_f1
+from haiku_template.registry import check_takes
 
 Values = dict[str, jax.Array]
 Derive = Callable[[Averages, Counts], Averages]
@@ -103,6 +104,8 @@ def as_task(task: Task | Callable[..., Values]) -> Task:
         raise ConfigError(
             f"the task's labels={task.labels!r}; possible are {', '.join(LABELS)}"
         )
+    check_takes("the task's count", task.count, "outputs", "batch", "mask")
+    check_takes("the task's derive", task.derive, "averages", "counts")
     return task
 
 

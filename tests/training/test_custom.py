@@ -13,7 +13,7 @@ import pytest
 from configs import digits
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager, mean_over
-from haiku_template.errors import ConfigError
+from haiku_template.errors import ConfigError, UnequalError
 from haiku_template.preflight import fingerprint
 from haiku_template.runs import Run, train
 from haiku_template.runs.stablehlo import export_stablehlo
@@ -104,6 +104,22 @@ def test_a_custom_step_is_the_same_on_four_devices(tmp_path):
         found.append(numbers(workdir))
     for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, abs=1e-6)
+
+
+def test_a_metric_that_is_not_averaged_is_named_after_the_first_step(tmp_path):
+    """Of all scalars it is one alone, and no log line is due before step 50."""
+
+    def with_metrics(state, batch, rng, axis_name):
+        new, scalars = step(state, batch, rng, axis_name)
+        lowest, highest = jnp.min(batch["inputs"]), jnp.max(batch["inputs"])
+        return new, scalars | {"lowest": lowest, "whole": mean_over(axis_name, highest)}
+
+    trainer = own(step=with_metrics).trainer(DeviceManager.create("cpu", num_devices=4))
+    words = r"1 of 3 leaves differ .*: \['lowest'\] .* averages gradients and scalars"
+    with pytest.raises(UnequalError, match=words):
+        train(trainer, num_steps=60, workdir=tmp_path)
+    assert not read(tmp_path / "metrics.jsonl")
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
 def test_a_state_with_an_axis_of_devices_is_said_to_be_none_for_any_number(tmp_path):
@@ -291,6 +307,25 @@ def test_a_task_that_does_not_fit_is_refused_before_step_0(
     with pytest.raises(ConfigError, match=words):
         train(plain(task=task).trainer(one_device), num_steps=1, workdir=tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            {"derive": lambda averages: {}},
+            r"task's derive takes \(averages\), .* called with \(averages, counts\)",
+        ),
+        (
+            {"count": lambda outputs, batch: {}},
+            r"count takes \(outputs, batch\), .* with \(outputs, batch, mask\)",
+        ),
+    ],
+    ids=["derive", "count"],
+)
+def test_a_part_of_a_task_with_other_arguments_is_refused_before_step_0(parts, words):
+    with pytest.raises(ConfigError, match=words):
+        as_task(Task(cross_entropy, **parts))
 
 
 def test_further_evaluation_sets_have_metrics_of_their_own(tmp_path, devices):
