@@ -56,8 +56,8 @@ def main() -> None:
 
         trainer = Experiment.from_config(FLAGS.config, devices).trainer(devices)
     function = registry.resolve("--against", FLAGS.against, {})
-    takes = "params", "net_state", "batch"
-    registry.check_takes(f"--against={FLAGS.against!r}", function, *takes)
+    what = f"--against={FLAGS.against!r}"
+    registry.check_takes(what, function, "params", "net_state", "batch")
     from haiku_template.runs import verify
 
     state = trainer.init() if FLAGS.config else run.state
