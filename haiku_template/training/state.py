@@ -1,6 +1,5 @@
 """The train state: all that a step changes, and the frozen parameters beside it."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -113,18 +112,6 @@ class Recipe(NamedTuple):  # Why: docs/decisions/house.md#recipe
     ema_decay: float | None = None  # Of the averaged parameters, for each step.
     # With the step and the device, the source of randomness; an array in a program.
     seed: int | jax.Array = 0
-
-
-def of_seed(
-    make: Callable[[Recipe], Callable[..., Any]], recipe: Recipe
-) -> Callable[..., Any]:
-    """Makes a recipe's function, whose third argument is the `seed_array`."""
-
-    @functools.wraps(make(recipe))
-    def call(tree: Any, frozen: Any, seed: jax.Array, *arrays: Any) -> Any:
-        return make(recipe._replace(seed=seed))(tree, frozen, *arrays)
-
-    return call
 
 
 def strong(state: Any) -> Any:  # Why: docs/decisions/training.md#strong-types

@@ -36,11 +36,16 @@ from haiku_template.reporting.perf import Work
 from haiku_template.training import evaluation as evaluations
 from haiku_template.training import tasks
 from haiku_template.training.custom import make_custom_step
-from haiku_template.training.evaluation import add_up, make_eval_step, placed_inputs
+from haiku_template.training.evaluation import (
+    add_up,
+    make_eval_step,
+    make_predict_step,
+    placed_inputs,
+)
 from haiku_template.training.feed import Batches, Ends, Feed, StagedBatch
 from haiku_template.training.initial import Initializer
 from haiku_template.training.skipping import skipping
-from haiku_template.training.state import Recipe, TrainState, of_seed, strong
+from haiku_template.training.state import Recipe, TrainState, strong
 from haiku_template.training.tasks import Averages, Counts, Task, as_task, facts_of
 
 if TYPE_CHECKING:
@@ -64,6 +69,7 @@ class Functions(NamedTuple):
     gradients: Callable[..., Any]
     update: Callable[[TrainState, Any], Any]
     eval_step: Callable[..., Any]
+    predict_step: Callable[..., Any]
 
     def step(self, state: TrainState, *frozen_and_batch: Any) -> Any:
         """Makes one update of a state; returns the new one and the scalars."""
@@ -118,21 +124,22 @@ class Trainer:
         self.specs = None if is_whole else self.layout.shares(self.abstract)
         if self.recipe.plan.frozen or self.specs is not None:
             self.recipe = _with_forms(self.recipe, has_shares=self.specs is not None)
-        update = self.functions(devices.axis_name).update
+        axis_name, of_seed = devices.axis_name, self._of_seed
+        update = self.functions(axis_name).update
         specs = self._eval_specs = None
         if (shares := self.specs) is not None:
             specs = Specs(shares.arguments(), (shares.params, REPLICATED, REPLICATED))
             self._eval_specs = Specs(shares.of_model())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract.without_frozen())
         self._step = devices.compile(
-            self._of_seed(lambda x: self.feed.gathering(x.gradients)),
+            of_seed(lambda x: self.feed.gathering(x.gradients), axis_name),
             update=update,
             out_shardings=(shardings, devices.replicated),
             specs=specs,
         )
         compile_call = functools.partial(
             devices.compile_call,
-            self._of_seed(lambda x: self.feed.gathering(x.gradients, of_calls=True)),
+            of_seed(lambda x: self.feed.gathering(x.gradients, True), axis_name),
             skipping(update) if experiment.skips else update,
             shardings,
             self.feed.steps_per_call,
@@ -141,7 +148,7 @@ class Trainer:
         self._call, self.packing = compile_call(), packing_of(devices, self.abstract)
         self._packed_call = self.packing and compile_call(self.packing)
         self._eval_step = devices.compile(
-            self._of_seed(attrgetter("eval_step")),
+            of_seed(attrgetter("eval_step"), axis_name),
             donate_argnums=(),
             specs=self._eval_specs,
         )
@@ -163,7 +170,7 @@ class Trainer:
         self._call = shares.compile_exact(
             devices, self.recipe, self.feed, update, count
         )
-        eval_step = of_seed(lambda x: self._functions_of(x).eval_step, self.recipe)
+        eval_step = self._of_seed(attrgetter("eval_step"))
         self._eval_step = shares.compile_exact_evaluation(devices, eval_step, count)
 
     def replace(self, **changes: Any) -> "Trainer":
@@ -200,16 +207,11 @@ class Trainer:
 
         return replaying(self, replayed_steps(text), budget)
 
-    def functions(self, axis_name: str | None = None) -> Functions:
+    def functions(self, axis_name: str | None = None, seed: Any = None) -> Functions:
         """Makes the functions to compile; by default for one device, nothing staged."""
-        return self._functions_of(self.recipe._replace(axis_name=axis_name))
-
-    def _of_seed(self, choose: Callable[[Functions], Callable]) -> Callable[..., Any]:
-        recipe = self.recipe._replace(axis_name=self.devices.axis_name)
-        return of_seed(lambda recipe: choose(self._functions_of(recipe)), recipe)
-
-    def _functions_of(self, recipe: Recipe) -> Functions:
         steps, own_step = self.experiment.steps, self.experiment.step
+        seed = self.recipe.seed if seed is None else seed
+        recipe = self.recipe._replace(axis_name=axis_name, seed=seed)
         if own_step is None:
             gradients, update = steps.make_gradients(recipe), steps.make_update(recipe)
         else:
@@ -220,9 +222,21 @@ class Trainer:
             new, scalars = update(state, results)
             return strong(new), scalars
 
-        init = self.initializer.function(recipe.axis_name)
+        init = self.initializer.function(axis_name)
         eval_step = make_eval_step(recipe, steps.forward)
-        return Functions(init, gradients, strongly, eval_step)
+        predict_step = make_predict_step(recipe, steps.forward)
+        return Functions(init, gradients, strongly, eval_step, predict_step)
+
+    def _of_seed(
+        self, choose: Callable[[Functions], Callable], axis_name: str | None = None
+    ) -> Callable[..., Any]:
+        """Makes one of the functions, with the seed's array as its third argument."""
+
+        @functools.wraps(choose(self.functions(axis_name)))
+        def call(tree: Any, frozen: Any, seed: jax.Array, *arrays: Any) -> Any:
+            return choose(self.functions(axis_name, seed))(tree, frozen, *arrays)
+
+        return call
 
     @property
     def work(self) -> Work:
@@ -369,15 +383,12 @@ class Trainer:
 
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
-        recipe = self.recipe._replace(axis_name=self.devices.axis_name)
-        predict_step = of_seed(self._predict_function, recipe)
+        axis_name = self.devices.axis_name
+        predict_step = self._of_seed(attrgetter("predict_step"), axis_name)
         predict_step = evaluations.per_example(predict_step, self.batch_outputs)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
         return self.devices.compile_per_example(predict_step, self._eval_specs)
-
-    def _predict_function(self, recipe: Recipe) -> Callable[..., Any]:
-        return evaluations.make_predict_step(recipe, self.experiment.steps.forward)
 
     def predict(self, state: TrainState, dataset: Any = None) -> Iterator[Any]:
         """Yields outputs [B, ...] for each batch of an evaluation set, on the host.
@@ -429,7 +440,7 @@ class Trainer:
 
     def _batch_outputs(self, size: int) -> tuple[str, ...]:
         """Traces a batch of this size, and lists what is not [size, ...]."""
-        predict_step = self._predict_function(self.recipe)
+        predict_step = self.functions().predict_step
         example = evaluated(self.experiment.data)
         inputs = inputs_of(example, self.recipe.task.whole_batch)
         shapes: list[tuple[str, tuple[int, ...]]] = []
