@@ -331,9 +331,11 @@ optax.GradientTransformationExtraArgs
 2.0.0 numpy: safe_eval = ast.literal_eval(text)
 2.0.0 numpy: source = inspect.getsource(x)
 2.0.0 numpy: deprecate deprecate_with_doc = warnings.deprecated, of Python 3.13
+2.0.0 numpy: disp = print(x)
 2.0.0 numpy: geterrobj seterrobj = numpy.errstate(...)
 2.0.0 numpy: set_string_function = numpy.set_printoptions(...)
 2.0.0 numpy: add_newdoc_ufunc get_array_wrap lookfor set_numeric_ops who =
+2.3.0 numpy: compat =
 2.4.0 numpy: in1d = numpy.isin(a, b).ravel()
 2.4.0 numpy: trapz = numpy.trapezoid
 2.5.0 numpy: row_stack = numpy.vstack
