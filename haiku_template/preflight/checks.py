@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from haiku_template.config import completed
 from haiku_template.data import ArrayDataset, each_shape, without_workers
 from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
@@ -66,6 +67,9 @@ def check_parts(
         _warn_of_raw_inputs(trainer, name)
     if trainer.recipe.task.labels == "any" and trainer.experiment.step is None:
         _warn_of_neighbours(trainer)
+    planned = trainer.experiment.config.get("num_steps", num_steps)
+    if planned < num_steps and trainer.experiment.schedule is not None:
+        _warn_of_schedule(trainer.experiment.config, num_steps)
     check_evaluation(trainer, best_metric, stop_when)
 
 
@@ -181,6 +185,17 @@ def _warn_of_few(rows: int, size: int) -> None:
         f"a batch has {size} examples and the training set {rows}, so that some "
         f"are in a batch several times; give a batch_size of {rows} or less"
     )
+
+
+def _warn_of_schedule(config: dict[str, Any], num_steps: int) -> None:
+    """Warns of a learning rate that ends before the run does."""
+    name = completed(config)["optimizer"]["schedule"]
+    if name != "constant":
+        logger.warning(
+            f"the learning rate's schedule, {name}, ends at config.num_steps="
+            f"{config['num_steps']}, and the run makes {num_steps} steps; set "
+            "config.num_steps before Experiment.from_config"
+        )
 
 
 def _warn_of_average(decay: float, num_steps: int) -> None:

@@ -152,7 +152,8 @@ def check_same_run(workdir: Path, config: dict[str, Any], mirrored: bool) -> Non
         apart = "\n  " if len(lines) > 1 else " "
         raise ConfigError(
             f"{workdir} belongs to a run with another config, and nothing was changed "
-            f"there; use another --workdir or restore:{apart}{apart.join(lines)}"
+            "there; use another --workdir (config.init_from starts from a run's "
+            f"parameters) or restore:{apart}{apart.join(lines)}"
         )
     if "id" not in run and not is_empty:
         raise ConfigError(

@@ -15,6 +15,7 @@ from haiku_template.data.datasets import digits as digits_data
 from haiku_template.devices import DeviceManager
 from haiku_template.errors import ConfigError
 from haiku_template.models import losses, mlp
+from haiku_template.preflight.checks import check_parts
 from haiku_template.runs import Run, start, train
 from haiku_template.storage.metrics import read
 from haiku_template.training import Experiment
@@ -48,10 +49,28 @@ def test_a_run_goes_on_longer_and_says_what_its_schedule_becomes(tmp_path, caplo
     assert "another config" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("schedule", "num_steps", "warns"),
+    [("cosine", 11, True), ("cosine", 10, False), ("constant", 11, False)],
+)
+def test_a_script_is_warned_of_a_schedule_that_ends_before_it(
+    schedule, num_steps, warns, caplog
+):
+    config = digits.get_config()
+    config.num_steps, config.optimizer.warmup_steps = 10, 5
+    config.optimizer.schedule = schedule
+    trainer = Experiment.from_config(config, CPU).trainer(CPU)
+    check_parts(trainer, config.best_metric, num_steps=num_steps)
+    words = "schedule, cosine, ends at config.num_steps=10, and the run makes 11 steps"
+    assert (words in caplog.text) == warns == ("schedule" in caplog.text)
+
+
 def test_the_mathematics_of_a_run_does_not_change_when_it_resumes(tmp_path):
     run(tmp_path)
     before = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(ConfigError, match="another config.*seed: 0 there, 1 now"):
+    with pytest.raises(
+        ConfigError, match="another config.*init_from.*seed: 0 there, 1 now"
+    ):
         run(tmp_path, num_steps=20, seed=1)
     with pytest.raises(ConfigError, match="a run does not go back"):
         run(tmp_path, num_steps=5)
