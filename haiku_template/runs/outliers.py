@@ -33,10 +33,13 @@ def blame(
         limit = limits.get(path, LARGEST)
         if len(rows := np.flatnonzero(~(sizes <= limit).all(axis=1))):
             row = int(rows[0])
-            value = sizes[row][~(sizes[row] <= limit)][0]
+            place, count = int(np.argmin(sizes[row] <= limit)), sizes.shape[1]
             return (
-                f"the batch of step {step} has a value of magnitude {value:.3g} in its "
-                f"{path}, {located(trainer, row, len(sizes))}"
+                f"the batch of step {step} has a value of magnitude "
+                f"{sizes[row][place]:.3g} in its {path}, "
+                f"{located(trainer, row, len(sizes))}"
+                + f" (value {place} of 0 to {count - 1})"
+                * (count > 1)
             )
     return ""
 

@@ -169,8 +169,8 @@ def test_a_run_goes_on_after_a_nan(tmp_path, caplog, num_devices, count):
     device = f"cpu:{5 * num_devices // 8}"
     assert re.search(
         r"step 13 is skipped, as its loss is infinite or NaN, and the state stays as "
-        rf"after step 12: .*nan in its \['inputs'\], row 5, which is on {device}; the "
-        "run ends after 2 in a row",
+        rf"after step 12: .*nan in its \['inputs'\], row 5, which is on {device} "
+        r"\(value 2 of 0 to 5\); the run ends after 2 in a row",
         first,
     )
     assert "step 25 is skipped, as its gradient's norm is" in second
