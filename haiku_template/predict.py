@@ -7,7 +7,8 @@
 texts, a folder of pictures, or MODULE:FUNCTION, which returns arrays; by default the
 run's evaluation set, each example once. Prints a JSON object for each: class and
 probability, or the outputs. `--output` writes them instead: `.npz` holds arrays
-`outputs`, `labels` and `class`, one row an example; `.jsonl` an object on each line.
+`outputs`, `labels` and `class`, one row an example; `.jsonl` an object on each line;
+`.csv` a row, with a column for each number.
 Nothing is overwritten. Exit codes: 0 done, 64 bad configuration or data, 69 device not
 available, 74 the checkpoint or the file cannot be read or written.
 """
@@ -25,7 +26,7 @@ from haiku_template import cli
 from haiku_template.errors import counted
 
 FLAGS = cli.FLAGS
-flags.DEFINE_string("output", None, "The new file to write, .npz or .jsonl.")
+flags.DEFINE_string("output", None, "The new file to write, .npz, .jsonl or .csv.")
 flags.DEFINE_string(
     "inputs",
     None,

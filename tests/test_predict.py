@@ -1,5 +1,6 @@
 """New examples for a finished run: every kind of file, by a command and in Python."""
 
+import csv
 import functools
 import inspect
 import io
@@ -421,7 +422,7 @@ class Broken:
         return {"inputs": NEW}
 
 
-@pytest.mark.parametrize("ending", ["npz", "jsonl"])
+@pytest.mark.parametrize("ending", ["npz", "jsonl", "csv"])
 def test_an_error_of_the_data_is_none_of_the_file(run, tmp_path, ending):
     file = tmp_path / f"out.{ending}"
     examples = SimpleNamespace(dataset=Broken(), files=())
@@ -430,6 +431,44 @@ def test_an_error_of_the_data_is_none_of_the_file(run, tmp_path, ending):
     assert any(x.name == "batch" for x in caught.traceback)
     assert caught.value.__cause__.args == ("the disk",)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_table_has_the_rows_and_numbers_of_the_lines(run, tmp_path):
+    np.save(tmp_path / "new.npy", NEW)
+    data = run.trainer.experiment.data
+    examples = read_examples(str(tmp_path / "new.npy"), data, 4)
+    kinds = ("jsonl", "csv")
+    counts = [write_predictions(run, tmp_path / f"a.{x}", examples) for x in kinds]
+    lines = [*map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())]
+    header, *rows = csv.reader((tmp_path / "a.csv").read_text().splitlines())
+    columns = [f"outputs/{i}" for i in range(len(lines[0]["outputs"]))]
+    assert counts == [len(NEW)] * 2 and header == ["class", *columns]
+    for row, line in zip(rows, lines, strict=True):
+        assert row[0] == str(line["class"])
+        assert [*map(float, row[1:])] == line["outputs"]
+
+
+def test_columns_have_the_names_of_the_classes_that_they_score():
+    one = ["file", "labels/0", "labels/1", "outputs/0", "outputs/1"]
+    names = predictions._of_classes(one, ["cat", "a,b"])
+    assert names == [*one[:3], "outputs/cat", "outputs/a,b"]
+    assert predictions._of_classes(one, ["cat"]) == one
+    two = [f"outputs/{part}/{i}" for part in "ab" for i in range(2)]
+    assert predictions._of_classes(two, ["cat", "dog"]) == two
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+def test_outputs_of_several_lengths_are_lines_alone(kind, tmp_path, monkeypatch):
+    batches = [{"outputs": np.zeros((2, n))} for n in (3, 4)]
+    monkeypatch.setattr(predictions, "_batches", lambda *_: iter(batches))
+    devices = DeviceManager.create("cpu", num_devices=1)
+    data = SimpleNamespace(class_names=())
+    trainer = SimpleNamespace(experiment=SimpleNamespace(data=data))
+    run = SimpleNamespace(devices=devices, check_outputs=lambda: None, trainer=trainer)
+    with pytest.raises(ConfigError, match="several lengths.*=a.jsonl has a line"):
+        write_predictions(run, tmp_path / f"a.{kind}")
+    assert not [*tmp_path.iterdir()]
+    assert write_predictions(run, tmp_path / "a.jsonl") == 4
 
 
 def test_a_set_without_batches_is_refused(run, tmp_path, capsys):

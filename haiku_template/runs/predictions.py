@@ -1,5 +1,6 @@
 """Predictions: outputs for each example of a data set, written to a file or shown."""
 
+import csv
 import functools
 import json
 import math
@@ -17,7 +18,7 @@ import numpy as np
 from haiku_template.data import ahead
 from haiku_template.devices import detached
 from haiku_template.errors import ConfigError
-from haiku_template.params import flatten, in_dictionaries
+from haiku_template.params import flatten, in_dictionaries, path_of
 from haiku_template.pretrained import check_new, new_file
 from haiku_template.runs.run import Run
 from haiku_template.storage.manifest import bits
@@ -41,50 +42,80 @@ def write_predictions(run: Run, output: Path, examples: Any = None) -> int:
     """Writes outputs and labels, if any, of a run's evaluation set, in its order.
 
     `output` ends in `.npz`, for arrays [N, ...] named `outputs`, or `outputs/NAME`, and
-    `labels`, which memory must hold; or in `.jsonl`, for an object with both a line.
-    With them come `class`, of a classification or of data with names of classes, and
-    the `file` of a picture. `examples` are those of `read_examples`.
+    `labels`, which memory must hold; in `.jsonl`, for an object with both a line; or in
+    `.csv`, for a row with both, each number in a column. With them come `class`, of a
+    classification or of data with names of classes, and the `file` of a picture.
+    `examples` are those of `read_examples`.
 
     Returns the number of examples. Raises `ConfigError` for another ending, an `output`
     that exists, no such checkpoint, or nothing to predict; `StorageError` if the
     checkpoint is damaged, or `output` cannot be written.
     """
-    if output.suffix not in (".npz", ".jsonl"):
+    if output.suffix not in (".npz", ".jsonl", ".csv"):
         raise ConfigError(
-            f"--output={output} ends in neither .npz (arrays) nor .jsonl (one JSON "
-            "object an example)"
+            f"--output={output} ends in none of .npz (arrays), .jsonl (a JSON object "
+            "an example) and .csv (a row an example)"
         )
     check_new(output)
     run.check_outputs()
-    count, batches = 0, _batches(run, examples)
+    batches = _apart(_batches(run, examples))
+    rows = (row for batch in batches for row in _rows(batch))
     with run.devices.explicit_transfers():
         try:
             with new_file(output) as file:
                 if output.suffix == ".npz":
-                    return _write_arrays(file, [*_apart(batches)])
+                    return _write_arrays(file, [*batches])
+                if output.suffix == ".csv":
+                    names = run.trainer.experiment.data.class_names
+                    return _write_table(file, rows, names)
                 with file.open("w") as lines:
-                    for batch in _apart(batches):
-                        lines.writelines(map(json_line, _rows(batch)))
-                        count += num_rows(batch)
+                    return sum(lines.write(json_line(row)) > 0 for row in rows)
         except _UnreadError as error:
             fault = error.args[0]
             raise fault from fault.__cause__
-    return count
 
 
 def _write_arrays(file: Path, batches: list[Any]) -> int:
     shapes = {str(jax.tree.map(lambda x: x.shape[1:], x)) for x in batches}
     if len(shapes) > 1:
-        raise ConfigError(
-            "batches have outputs of several lengths, which are no arrays; "
-            f"--output={file.stem}.jsonl has a line for each"
-        )
+        raise _several_lengths(file, "arrays")
     parts = [*map(flatten, batches)]
     with zipfile.ZipFile(file, "w") as archive:  # `np.savez` takes no name `file`.
         for name in parts[0]:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 _write_array(entry, [leaves[name] for leaves in parts])
     return sum(map(num_rows, batches))
+
+
+def _several_lengths(file: Path, kind: str) -> ConfigError:
+    return ConfigError(
+        f"batches have outputs of several lengths, which are no {kind}; "
+        f"--output={file.stem}.jsonl has a line for each"
+    )
+
+
+def _write_table(file: Path, rows: Iterator[Any], names: Sequence[str]) -> int:
+    """Writes rows below the names of their columns, `outputs/0`; returns their number."""
+    count, header = 0, []
+    with file.open("w", newline="") as lines:
+        table = csv.writer(lines, lineterminator="\n")
+        for count, row in enumerate(rows, start=1):
+            leaves = jax.tree_util.tree_leaves_with_path(row)
+            cells = {path_of(keys): x for keys, x in leaves}
+            if count == 1:
+                header = [*cells]
+                table.writerow(_of_classes(header, names))
+            if [*cells] != header:
+                raise _several_lengths(file, "table")
+            table.writerow(cells.values())
+    return count
+
+
+def _of_classes(columns: list[str], names: Sequence[str]) -> list[str]:
+    """Columns, of which outputs that are as many as the classes have their names."""
+    scores = {f"outputs/{i}": f"outputs/{name}" for i, name in enumerate(names)}
+    is_score = [*scores] == [x for x in columns if x.split("/")[0] == "outputs"]
+    return [scores.get(x, x) for x in columns] if is_score else columns
 
 
 def _write_array(entry: Any, parts: Sequence[np.ndarray]) -> None:
