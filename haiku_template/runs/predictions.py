@@ -95,7 +95,7 @@ def _several_lengths(file: Path, kind: str) -> ConfigError:
 
 
 def _write_table(file: Path, rows: Iterator[Any], names: Sequence[str]) -> int:
-    """Writes rows below the names of their columns, `outputs/0`; returns their number."""
+    """Writes rows below the names of their columns; returns their number."""
     count, header = 0, []
     with file.open("w", newline="") as lines:
         table = csv.writer(lines, lineterminator="\n")
