@@ -107,6 +107,11 @@ class Initializer:
         recipe = self.recipe._replace(axis_name=axis_name)
         return functools.partial(first_state, recipe, self._first, recipe.seed)
 
+    @functools.cached_property
+    def seed_there(self) -> jax.Array:
+        """The seed's array on the devices, for all steps."""
+        return self._devices.replicate(self.seed)
+
     def init(self, layout: Layout) -> TrainState:
         """Makes the train state before step 0 where a layout has it.
 

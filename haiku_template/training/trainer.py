@@ -260,9 +260,9 @@ class Trainer:
         operations = flops(num_tokens=tokens, trained=matrices, added=adapters)
         return Work(tokens, tokens * operations)
 
-    @functools.cached_property
+    @property
     def _seed(self) -> jax.Array:
-        return self.devices.replicate(self.initializer.seed)
+        return self.initializer.seed_there
 
     @property
     def _abstract_seed(self) -> jax.ShapeDtypeStruct:

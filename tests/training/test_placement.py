@@ -123,7 +123,8 @@ def test_no_bytes_travel_in_a_step(tmp_path, devices, capsys, steps_per_call):
     staged_once = size * devices.num_devices + 4 * 8 * trainer.feed._source.steps
     travelled = devices.ledger.totals()["bytes_to_devices"] - before
     evaluations = 4 * (16 * 64 + 16 * 4 + 16 * 4)  # Inputs, labels and places.
-    assert travelled == staged_once + evaluations + (1 + others) * count
+    # And the seed, once.
+    assert travelled == staged_once + evaluations + (1 + others + 1) * count
     assert f"staged on each device, {INPUTS.nbytes + LABELS.nbytes:,}" in (
         capsys.readouterr().out
     )
