@@ -16,6 +16,7 @@ from haiku_template.data import ArrayDataset, each_shape, without_workers
 from haiku_template.devices import DeviceManager, canonical_shapes
 from haiku_template.errors import ConfigError, PlacementError, near
 from haiku_template.models.forms import inputs_of, with_inputs
+from haiku_template.params import path_of
 from haiku_template.registry import IMPORTING
 from haiku_template.training.evaluation import num_rows, numbers_text, pad, summarize
 from haiku_template.training.initial import dependents
@@ -24,6 +25,8 @@ from haiku_template.training.tasks import example_values, facts_of
 from haiku_template.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+MOST_VALUES = 2**24  # That a look at a loss makes up: a fraction of a second.
 
 
 def check_measured(key: str, metric: str, names: Iterable[str]) -> None:
@@ -113,10 +116,11 @@ def _warn_of_neighbours(trainer: Trainer) -> None:
     recipe, evaluation = trainer.recipe, trainer.experiment.data.evaluation
     taken = facts_of(recipe.task.values).values()
     apart = trainer.devices.axis_name is not None and "axis_name" not in taken
-    several, pads = recipe.accumulate_steps > 1, evaluation and "mask" not in taken
+    several = recipe.accumulate_steps > 1
+    pads = evaluation is not None and "mask" not in taken
     sees = False
     with contextlib.suppress(Exception):  # A task may refuse made-up outputs.
-        sees = bool(apart or several or pads) and _sees_neighbours(trainer)
+        sees = (apart or several or pads) and _sees_neighbours(trainer)
     rows = {
         "those of its own device alone (a task that takes axis_name can gather all)": (
             sees and apart
@@ -139,38 +143,61 @@ def _is_padded(dataset: Any) -> bool:
 
 
 def _sees_neighbours(trainer: Trainer) -> bool:
-    """Computes a loss of two made-up outputs, equal in the first row alone."""
-    recipe, devices, steps = trainer.recipe, trainer.devices, trainer.experiment.steps
-    parts = devices.num_devices * recipe.accumulate_steps
-    rows, draw = max(2, trainer.feed.batch_size // parts), np.random.default_rng(0)
-    key, shapes = split_seed(recipe.seed).params, []
+    """Computes a loss of two made-up outputs, equal in the first row alone.
 
-    def look(variables: Any, frozen: Any, batch: Any) -> None:
-        facts, _ = steps.forward(recipe, variables, frozen, batch, (key, key), True)
-        shapes.append(canonical_shapes((facts["outputs"], facts["inputs"])))
+    False if two rows are more than `MOST_VALUES`, or if the loss prints or the like.
+    """
+    recipe, devices = trainer.recipe, trainer.devices
+    names, draw = facts_of(recipe.task.values), np.random.default_rng(0)
+    own = trainer.feed.batch_size // (devices.num_devices * recipe.accumulate_steps)
+    for rows in (max(2, own), 2):
+        shapes = _traced_facts(trainer, rows, {"outputs", *names.values()})
+        if sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) <= MOST_VALUES:
+            break
+    else:
+        return False
 
     def made(x: Any) -> np.ndarray:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return np.zeros(x.shape, x.dtype)
         return draw.uniform(0.1, 0.9, x.shape).astype(x.dtype)  # Also probabilities.
 
-    (params, *_), _ = model = trainer.abstract.of_model()
-    batch = canonical_shapes(each_shape(trainer.experiment.data.train)[0], rows=rows)
-    devices.abstract(look, *model, batch)
-    outputs, inputs, batch, params = jax.tree.map(made, (*shapes[0], batch, params))
-    others = jax.tree.map(lambda x: np.concatenate([x[:1], made(x[1:])]), outputs)
-    facts = {"inputs": inputs, "batch": batch, "params": params, "rng": key}
+    def changed(keys: Any, x: np.ndarray) -> np.ndarray:
+        is_of_rows = x.shape[:1] == (rows,) and path_of(keys) not in of_batch
+        return np.concatenate([x[:1], made(x[1:])]) if is_of_rows else x
+
+    facts, of_batch = jax.tree.map(made, shapes), trainer.batch_outputs
     facts |= {"step": np.int32(0), "mask": np.ones(rows, bool), "is_training": True}
-    names = facts_of(recipe.task.values).items()
+    facts |= {"rng": split_seed(recipe.seed).params, "axis_name": None}
 
     def loss(outputs: Any) -> Any:
-        given = facts | {"outputs": outputs, "axis_name": None}
-        return recipe.task.values(**{name: given[fact] for name, fact in names})["loss"]
+        given = facts | {"outputs": outputs}
+        return recipe.task.values(**{name: given[fact] for name, fact in names.items()})
 
     with devices.on_host(), devices.implicit_transfers():
-        one, other = (np.asarray(jax.jit(loss)(x)) for x in (outputs, others))
-    is_each = one.shape[:1] == (rows,)
-    return is_each and not np.allclose(one[0], other[0], rtol=1e-3, equal_nan=True)
+        of_rows = jax.jit(lambda outputs: loss(outputs)["loss"])
+        traced = of_rows.trace(outputs := facts["outputs"])
+        if traced.out_info.shape[:1] != (rows,) or traced.jaxpr.effects:
+            return False
+        one = of_rows(outputs)[0]
+        other = of_rows(jax.tree_util.tree_map_with_path(changed, outputs))[0]
+        return not np.allclose(one, other, rtol=1e-3, equal_nan=True)
+
+
+def _traced_facts(trainer: Trainer, rows: int, names: set[str]) -> dict[str, Any]:
+    """Traces a batch of so many rows to the shapes of these facts of a task."""
+    recipe, forward = trainer.recipe, trainer.experiment.steps.forward
+    rngs, shapes = (split_seed(recipe.seed).params,) * 2, {}
+
+    def look(variables: Any, frozen: Any, batch: Any) -> None:
+        facts, _ = forward(recipe, variables, frozen, batch, rngs, True)
+        shapes.update(canonical_shapes({k: facts[k] for k in ("outputs", "inputs")}))
+
+    (params, *_), _ = model = trainer.abstract.of_model()
+    batch = canonical_shapes(each_shape(trainer.experiment.data.train)[0], rows=rows)
+    trainer.devices.abstract(look, *model, batch)
+    shapes |= {"batch": batch, "params": params}
+    return {name: x for name, x in shapes.items() if name in names}
 
 
 def _imported(module: str) -> ConfigError:

@@ -9,6 +9,7 @@ import pytest
 
 from haiku_template.data import ArrayDataset, BatchSpec, Data, EvaluationSet
 from haiku_template.devices import DeviceManager
+from haiku_template.preflight import checks
 from haiku_template.preflight.checks import check_parts
 from haiku_template.training import Experiment
 
@@ -53,12 +54,15 @@ def mean(outputs, batch, mask):
     return {"loss": jnp.sum(entropy(outputs, batch["labels"]) * mask) / jnp.sum(mask)}
 
 
-def experiment(task, inputs, accumulate_steps=1):
-    net = hk.transform(lambda x: jax.nn.softmax(hk.Linear(3)(x)))
+def probabilities_of(x):
+    return jax.nn.softmax(hk.Linear(3)(x))
+
+
+def experiment(task, inputs, accumulate_steps=1, model=probabilities_of):
     labels = LABELS[: len(inputs)]
     evaluation = EvaluationSet(inputs, labels, 16) if len(inputs) else None
     return Experiment(
-        model=net,
+        model=hk.transform(model),
         task=task,
         data=Data(ArrayDataset(INPUTS, LABELS, BatchSpec(16)), evaluation, 3),
         optimizer=optax.sgd(1e-2),
@@ -95,3 +99,58 @@ def test_a_loss_that_sees_other_rows_is_warned_of_where_these_differ(
 def test_whole_batches_of_one_device_are_not_warned_of(rows, caplog, one_device):
     check_parts(experiment(in_batch, INPUTS[:rows]).trainer(one_device), "eval/loss")
     assert not [x for x in caplog.records if "other rows" in x.message]
+
+
+def with_prototypes(count):
+    def model(x):
+        init = hk.initializers.RandomNormal()
+        return {"x": x, "prototypes": hk.get_parameter("w", (count, 8), init=init)}
+
+    return model
+
+
+def of_prototypes(outputs, batch):
+    return {"loss": entropy(outputs["x"] @ outputs["prototypes"].T, batch["labels"])}
+
+
+def time_major(x):
+    return jnp.swapaxes(x.reshape(len(x), 4, 2) * hk.Linear(2)(x)[:, None], 0, 1)
+
+
+def of_times(outputs):
+    return {"loss": jnp.mean(outputs**2, axis=(0, 2))}
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        (with_prototypes(7), of_prototypes),
+        (with_prototypes(16), of_prototypes),  # As many as rows.
+        (time_major, of_times),
+    ],
+)
+def test_outputs_of_a_whole_batch_are_no_other_rows(model, task, caplog, one_device):
+    trainer = experiment(task, INPUTS, model=model).trainer(one_device)
+    check_parts(trainer, "eval/loss")
+    assert not [x for x in caplog.records if "other rows" in x.message]
+
+
+@pytest.mark.parametrize(("most", "is_found"), [(2 * 3, True), (5, False)])
+def test_large_outputs_are_looked_at_in_two_rows_or_not(
+    most, is_found, caplog, one_device, monkeypatch
+):
+    monkeypatch.setattr(checks, "MOST_VALUES", most)
+    check_parts(experiment(in_batch, INPUTS).trainer(one_device), "eval/loss")
+    assert bool([x for x in caplog.records if "other rows" in x.message]) == is_found
+
+
+def test_a_loss_that_tells_its_values_is_given_none_that_are_made_up(one_device):
+    told = []
+
+    def telling(outputs):
+        jax.debug.callback(told.append, outputs)
+        return {"loss": outputs[:, 0]}
+
+    check_parts(experiment(telling, INPUTS).trainer(one_device), "eval/loss")
+    jax.effects_barrier()
+    assert not told
