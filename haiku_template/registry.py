@@ -128,8 +128,11 @@ def check_keys(
 
 def check_takes(what: str, function: Callable, *arguments: str) -> None:
     """Raises `ConfigError` unless a function takes as many arguments, by place."""
+    if not callable(function):
+        raise ConfigError(f"{what} is {function!r:.60}, and a function is needed")
     try:
-        signature = inspect.signature(function)
+        # Of a decorated function what is called, not what its decorator wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # Of a function in C.
         return
     try:
