@@ -177,8 +177,9 @@ def test_predict_writes_the_same_in_either_format(predicted, devices):
 
 def test_predict_refuses_what_it_cannot_write(finished, tmp_path):
     workdir, _ = finished
-    flags = (f"--workdir={workdir}", f"--output={tmp_path / 'out.csv'}")
-    assert_refused(run_command("predict", *flags), 64, "out.csv", ".npz", ".jsonl")
+    flags = (f"--workdir={workdir}", f"--output={tmp_path / 'out.txt'}")
+    words = "out.txt", ".npz", ".jsonl", ".csv"
+    assert_refused(run_command("predict", *flags), 64, *words)
     there = tmp_path / "there.npz"
     there.touch()
     flags = (f"--workdir={workdir}", f"--output={there}")
