@@ -122,7 +122,8 @@ class Replay:
         """
         is_staged = self._trainer.feed.staged is not None
         *staged, batch = arrays if is_staged else (arrays,)
-        trees = state.without_frozen(), state.frozen, *staged
+        seed = self._trainer.initializer.seed_there
+        trees = state.without_frozen(), state.frozen, seed, *staged
         with waiting(), COPYING:  # Why: docs/decisions/devices.md#first-call
             batch = jax.block_until_ready(self._roll(batch, shift))
             digests = jax.device_get(first_copy(self._digest_shares(*trees, batch)))
@@ -143,8 +144,8 @@ class Replay:
         The step's axis has one device, so that no sum's order is in the bits.
         """
         trainer, everyone = self._trainer, self._devices.everyone
-        gradients = trainer.functions(AXIS_NAME).gradients
-        gradients = trainer.feed.gathering(gradients, of_calls=True)
+        gather = functools.partial(trainer.feed.gathering, of_calls=True)
+        gradients = trainer.of_seed(lambda x: gather(x.gradients), AXIS_NAME)
         replicated, sharded = PartitionSpec(), PartitionSpec(SHARE)
 
         def digest(*args: Any) -> jax.Array:

@@ -124,7 +124,7 @@ class Trainer:
         self.specs = None if is_whole else self.layout.shares(self.abstract)
         if self.recipe.plan.frozen or self.specs is not None:
             self.recipe = _with_forms(self.recipe, has_shares=self.specs is not None)
-        axis_name, of_seed = devices.axis_name, self._of_seed
+        axis_name, of_seed = devices.axis_name, self.of_seed
         update = self.functions(axis_name).update
         specs = self._eval_specs = None
         if (shares := self.specs) is not None:
@@ -170,7 +170,7 @@ class Trainer:
         self._call = shares.compile_exact(
             devices, self.recipe, self.feed, update, count
         )
-        eval_step = self._of_seed(attrgetter("eval_step"))
+        eval_step = self.of_seed(attrgetter("eval_step"))
         self._eval_step = shares.compile_exact_evaluation(devices, eval_step, count)
 
     def replace(self, **changes: Any) -> "Trainer":
@@ -227,7 +227,7 @@ class Trainer:
         predict_step = make_predict_step(recipe, steps.forward)
         return Functions(init, gradients, strongly, eval_step, predict_step)
 
-    def _of_seed(
+    def of_seed(
         self, choose: Callable[[Functions], Callable], axis_name: str | None = None
     ) -> Callable[..., Any]:
         """Makes one of the functions, with the seed's array as its third argument."""
@@ -384,7 +384,7 @@ class Trainer:
     @functools.cached_property
     def _predict_step(self) -> CompiledStep:
         axis_name = self.devices.axis_name
-        predict_step = self._of_seed(attrgetter("predict_step"), axis_name)
+        predict_step = self.of_seed(attrgetter("predict_step"), axis_name)
         predict_step = evaluations.per_example(predict_step, self.batch_outputs)
         if self.devices.processes.count > 1:  # Each predicts on its own devices.
             return self.devices.compile_per_example(predict_step)
